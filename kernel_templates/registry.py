@@ -1,0 +1,46 @@
+"""The template families, and how to read a spec back from JSON. Free of torch."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+from typing import Any
+
+from kernel_templates.spec import OperatorSpec
+
+FAMILIES = ("norm", "gated_activation", "moe", "linear_attention")
+
+
+def spec_class(family: str) -> type[OperatorSpec]:
+    """The spec class of a family.
+
+    Raises:
+        KeyError: if there is no such family.
+    """
+    if family not in FAMILIES:
+        raise KeyError(f"unknown template family {family!r}; known: {', '.join(FAMILIES)}")
+    module = importlib.import_module(f"kernel_templates.{family}.spec")
+    cls: type[OperatorSpec] = module.Spec
+    return cls
+
+
+def load_spec(data: dict[str, Any]) -> OperatorSpec:
+    """The spec that :meth:`OperatorSpec.to_dict` wrote.
+
+    Raises:
+        KeyError: unknown family.
+        ValueError: a field has an impossible value.
+        TypeError: a field is missing or unknown.
+    """
+    fields = dict(data)
+    family = fields.pop("family")
+    # tuples become lists in JSON
+    fields = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
+    return spec_class(family)(**fields)
+
+
+def family_module(family: str, part: str) -> ModuleType:
+    """A family's module: ``reference``, ``template``, ``cases``, ``tuning`` or ``op`` (these import torch)."""
+    if family not in FAMILIES:
+        raise KeyError(f"unknown template family {family!r}; known: {', '.join(FAMILIES)}")
+    return importlib.import_module(f"kernel_templates.{family}.{part}")

@@ -1,0 +1,61 @@
+"""One settings class: every value can be set by an ``ONBOARD_`` environment variable. Free of torch."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+
+from pydantic import Field, SecretStr
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+
+def config_home() -> Path:
+    """The user's configuration folder (``$XDG_CONFIG_HOME/onboard`` or ``~/.config/onboard``)."""
+    import os
+
+    base = os.environ.get("XDG_CONFIG_HOME")
+    return (Path(base) if base else Path.home() / ".config") / "onboard"
+
+
+class Settings(BaseSettings):
+    """Where things live and how much is allowed."""
+
+    model_config = SettingsConfigDict(env_prefix="ONBOARD_", extra="ignore")
+
+    home: Path = Path(".onboard")
+    """Embedded state: database, broker socket, artifacts, logs, scratch."""
+    database_url: str = ""
+    """SQLAlchemy URL; empty means SQLite in ``home``."""
+    broker_url: str = ""
+    """Celery broker URL; empty means an embedded valkey server in ``home``."""
+    artifacts_url: str = ""
+    """fsspec URL (``file://``, ``s3://``); empty means files in ``home``."""
+    host: str = "127.0.0.1"
+    port: int = 8040
+    key_file: Path = Field(default_factory=lambda: config_home() / "key")
+    """Where the CLI finds the API key that ``serve`` made (mode 0600)."""
+    api_key: SecretStr | None = None
+    """Overrides ``key_file`` for the CLI."""
+    max_upload_bytes: int = 64 * 2**20
+    step_memory_bytes: int = 8 * 2**30
+    step_wall_s: float = 3600.0
+    lease_s: float = 10.0
+    heartbeat_s: float = 3.0
+    sweep_s: float = 2.0
+    cpu_workers: int = 1
+    """Steps that one worker runs at the same time."""
+    unsafe_no_sandbox: bool = False
+    """Run untrusted code without a sandbox. Never the default."""
+
+    @cached_property
+    def resolved_home(self) -> Path:
+        """``home`` as an absolute path."""
+        return self.home.expanduser().resolve()
+
+    def resolved_database_url(self) -> str:
+        """The database URL in force."""
+        return self.database_url or f"sqlite:///{self.resolved_home / 'onboard.db'}"
+
+    def resolved_artifacts_url(self) -> str:
+        """The artifact store's URL in force."""
+        return self.artifacts_url or (self.resolved_home / "artifacts").as_uri()

@@ -1,0 +1,60 @@
+"""What alignment stores."""
+
+from __future__ import annotations
+
+from onboarding.architecture import Record
+from onboarding.context import StageResult
+
+
+class LayerError(Record):
+    """Error of one layer's output, or of one parameter's gradient, candidate against reference."""
+
+    name: str
+    kind: str
+    """``output`` or ``gradient``."""
+    layer: int | None
+    block: str
+    p50: float
+    p99: float
+    maximum: float
+    """Element errors relative to the tensor's RMS."""
+    rms: float
+    """Relative RMS error."""
+    tolerance: float
+    share: float
+
+
+class Curves(Record):
+    """Loss by optimizer step."""
+
+    steps: list[int]
+    reference: list[float]
+    candidate: list[float]
+    band: list[float]
+    """Half-width of the band around the reference at each step."""
+    band_basis: str
+    """Where the band comes from, in words."""
+
+
+class AlignResult(StageResult):
+    """``outcome`` is ``ok`` or ``misaligned``."""
+
+    twin: dict[str, int | str]
+    """Sizes of the reduced twin."""
+    device: str
+    dtype: str
+    layers: list[LayerError]
+    curves: Curves
+    worst_share: float
+    worst_where: str
+    inside_band: bool
+    p_value: float
+    """Two-sided test of zero mean difference of the curves."""
+    swapped: dict[str, int]
+    """Operator spec digest -> module instances that ran on its kernel in the twin; all must be at least 1."""
+    dropped: list[str] = []
+    """Digests left to torch after a bisection."""
+    culprits: list[str] = []
+    """For ``misaligned``: digests found guilty by bisection."""
+    corpus: str
+    seconds: float

@@ -1,0 +1,46 @@
+"""What the gap analysis stores."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from onboarding.architecture import Record
+from onboarding.context import StageResult
+
+
+class OperatorRow(Record):
+    """One operator spec (or a group of plain torch operators) and who serves it."""
+
+    digest: str
+    """Operator spec digest; empty for operators that torch serves at full speed (linear, attention, embedding)."""
+    name: str
+    role: str
+    family: str
+    calls: int
+    flops: float
+    bytes_moved: float
+    floor_ms: float
+    """Forward and backward, roofline of the target device."""
+    provider: str
+    """Who would serve it today: ``torch linear``, ``torch sdpa``, ``transformers eager`` ..."""
+    provider_ms: float
+    """Estimate with that provider's measured or assumed efficiency; ``basis`` says which."""
+    basis: str
+    share_flops: float
+    share_bytes: float
+    share_time: float
+    gap: bool
+    """No fast provider: a kernel will be generated."""
+    spec: dict[str, Any] | None = None
+
+
+class GapsResult(StageResult):
+    """All operators of the step, ranked by the time a kernel could save."""
+
+    target: str
+    sequence_length: int
+    rows: list[OperatorRow]
+    gaps: list[str]
+    """Digests of the operator specs to generate, largest expected saving first."""
+    step_ms: float
+    """Sum of ``provider_ms``: a projection, not a measurement."""

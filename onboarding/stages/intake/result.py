@@ -1,0 +1,26 @@
+"""What intake stores."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from onboarding.artifacts import ArtifactRef
+from onboarding.context import StageResult
+
+
+class IntakeResult(StageResult):
+    """A checked model definition."""
+
+    name: str
+    model_type: str
+    source: Literal["config", "folder", "archive", "example"]
+    digest: str
+    """sha256 over the sorted (path, content digest) list of the definition's files."""
+    definition: ArtifactRef
+    """The files as a normalised tar."""
+    config: dict[str, Any]
+    files: list[str]
+    has_code: bool
+    has_tokenizer: bool
+    imports: list[str] = []
+    """Top-level packages that the definition's own code imports, read with ``ast``."""
