@@ -59,4 +59,6 @@ class JudgeResult(StageResult):
     reasons: list[str] = []
     """Why it was refused, most telling first."""
     sandbox: str
+    next_move: str = ""
+    """After a refusal: ``repair`` (a new candidate is made) or ``give_up`` (torch keeps serving the operator)."""
     document: ArtifactRef | None = None
