@@ -66,7 +66,9 @@ def run_step(context: StageContext) -> StageResult:
             # Killed between two checkpoint writes: nothing is next although the step did not end. Enter again.
             final = graph.invoke(_entry(context, final), config)
     if not _ended(final) or final.get("result") is None:
-        raise Problem("search-without-outcome", "kernel search ended without an outcome", f"operator {context.key}")
+        raise Problem(
+            "search-without-outcome", "kernel search ended without an outcome", f"operator {context.key}"
+        )
     return RESULTS[context.stage].model_validate(final["result"])
 
 
@@ -99,7 +101,9 @@ def _entry(context: StageContext, stored: dict[str, Any]) -> State:
     gaps = context.load_result("gaps", "") or {}
     specs = {row["digest"]: row["spec"] for row in gaps.get("rows", []) if row.get("spec")}
     if context.key not in specs:
-        raise Problem("unknown-operator", f"no operator spec {context.key} in the gap analysis", "run gaps again")
+        raise Problem(
+            "unknown-operator", f"no operator spec {context.key} in the gap analysis", "run gaps again"
+        )
     return State(
         stage=context.stage,
         attempt=context.attempt,
@@ -120,7 +124,9 @@ def _entry_node(state: State) -> Literal["propose", "judge", "tune"]:
 def _ended(state: dict[str, Any]) -> bool:
     outcome = state.get("outcome")
     return (
-        outcome is not None and outcome["stage"] == state.get("stage") and outcome["attempt"] == state.get("attempt")
+        outcome is not None
+        and outcome["stage"] == state.get("stage")
+        and outcome["attempt"] == state.get("attempt")
     )
 
 
@@ -149,7 +155,9 @@ class _Nodes:
         move = self._move(state)
         if move.action == "give_up":
             raise Problem("search-gave-up", f"the {self.context.policy.name} policy gave up", move.reason)
-        return {"move": {"action": move.action, "reason": move.reason, "template_options": move.template_options}}
+        return {
+            "move": {"action": move.action, "reason": move.reason, "template_options": move.template_options}
+        }
 
     def generate(self, state: State) -> dict[str, Any]:
         """Write the candidate."""
