@@ -1,0 +1,115 @@
+"""Everything a job established, collected once: the source of report.json, report.html and bundle.json. Free of torch."""
+
+from __future__ import annotations
+
+from onboarding.architecture import OperatorUse, Record
+from onboarding.context import StageContext
+from onboarding.stages.align.result import AlignResult
+from onboarding.stages.gaps.result import GapsResult, OperatorRow
+from onboarding.stages.generate.result import GenerateResult
+from onboarding.stages.intake.result import IntakeResult
+from onboarding.stages.judge.result import JudgeResult
+from onboarding.stages.parse.result import ParseResult
+from onboarding.stages.tune.result import TuneResult
+
+
+class Kernel(Record):
+    """One gap and what became of it."""
+
+    digest: str
+    words: str
+    row: OperatorRow
+    uses: list[OperatorUse]
+    generated: GenerateResult | None
+    verdict: JudgeResult | None
+    tuned: TuneResult | None
+    shipped: bool
+    fate: str
+    """In words: shipped, refused by the judge, dropped by alignment ..."""
+
+
+class Facts(Record):
+    """A job's findings."""
+
+    job_id: str
+    profile: str
+    intake: IntakeResult
+    parse: ParseResult
+    gaps: GapsResult
+    kernels: list[Kernel]
+    align: AlignResult
+    not_measured: list[str]
+    """What this job did not measure, and why, one sentence each."""
+
+    @property
+    def shipped(self) -> list[Kernel]:
+        """The kernels that go into the bundle."""
+        return [k for k in self.kernels if k.shipped]
+
+
+def collect(context: StageContext) -> Facts:
+    """Read all upstream results of the job.
+
+    Raises:
+        LookupError: an upstream stage has not finished.
+    """
+    parse = context.result("parse", ParseResult)
+    gaps = context.result("gaps", GapsResult)
+    align = context.result("align", AlignResult)
+    rows = {row.digest: row for row in gaps.rows if row.digest}
+    kernels = [_kernel(context, rows[digest], parse, align) for digest in gaps.gaps]
+    return Facts(
+        job_id=context.job_id,
+        profile=context.profile.name,
+        intake=context.result("intake", IntakeResult),
+        parse=parse,
+        gaps=gaps,
+        kernels=kernels,
+        align=align,
+        not_measured=_not_measured(kernels, align),
+    )
+
+
+def _kernel(context: StageContext, row: OperatorRow, parse: ParseResult, align: AlignResult) -> Kernel:
+    generated = context.load_result("generate", row.digest)
+    judged = context.load_result("judge", row.digest)
+    tuned = context.load_result("tune", row.digest)
+    verdict = JudgeResult.model_validate(judged) if judged else None
+    accepted = verdict is not None and verdict.outcome == "accepted"
+    dropped = row.digest in align.dropped
+    if verdict is None:
+        fate = "no candidate was judged: served by torch"
+    elif not accepted:
+        fate = "refused by the judge: served by torch"
+    elif dropped:
+        fate = "accepted, then dropped by alignment: served by torch"
+    else:
+        fate = "shipped"
+    return Kernel(
+        digest=row.digest,
+        words=row.name,
+        row=row,
+        uses=[use for use in parse.architecture.uses if use.digest == row.digest],
+        generated=GenerateResult.model_validate(generated) if generated else None,
+        verdict=verdict,
+        tuned=TuneResult.model_validate(tuned) if tuned else None,
+        shipped=accepted and not dropped,
+        fate=fate,
+    )
+
+
+def _not_measured(kernels: list[Kernel], align: AlignResult) -> list[str]:
+    sentences = []
+    if any(k.shipped and k.verdict is not None and k.verdict.level == "interpreted" for k in kernels):
+        sentences.append(
+            "Kernels were judged on Triton's interpreter on a CPU: their numerics are proven, their compiled code is "
+            "not. On a GPU the bundle re-judges them before use."
+        )
+    if any(k.shipped and k.tuned is None for k in kernels):
+        sentences.append("No kernel was timed or tuned here: there was no GPU. Shipped configurations are the family's.")
+    if align.device == "cpu":
+        sentences.append(
+            f"Alignment ran on the reduced twin in {align.dtype} on a CPU, not on the full model in bfloat16 on a GPU."
+        )
+    sentences.append("Throughput and scaling are not part of this pipeline: shares of the step time are projections.")
+    return sentences
