@@ -32,6 +32,10 @@ class Settings(BaseSettings):
     """fsspec URL (``file://``, ``s3://``); empty means files in ``home``."""
     host: str = "127.0.0.1"
     port: int = 8040
+    public_url: str = ""
+    """Address that users see in printed links; empty means ``http://host:port``."""
+    allowed_hosts: list[str] = []
+    """Host names the API answers to besides loopback and ``host`` (JSON list)."""
     key_file: Path = Field(default_factory=lambda: config_home() / "key")
     """Where the CLI finds the API key that ``serve`` made (mode 0600)."""
     api_key: SecretStr | None = None
