@@ -1,4 +1,4 @@
-"""Everything a job established, collected once: the source of report.json, report.html and bundle.json. Free of torch."""
+"""Everything a job established, collected once: what report and bundle are written from. Free of torch."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def _not_measured(kernels: list[Kernel], align: AlignResult) -> list[str]:
             "not. On a GPU the bundle re-judges them before use."
         )
     if any(k.shipped and k.tuned is None for k in kernels):
-        sentences.append("No kernel was timed or tuned here: there was no GPU. Shipped configurations are the family's.")
+        sentences.append("No kernel was timed or tuned: there was no GPU. Shipped configurations are the family's.")
     if align.device == "cpu":
         sentences.append(
             f"Alignment ran on the reduced twin in {align.dtype} on a CPU, not on the full model in bfloat16 on a GPU."

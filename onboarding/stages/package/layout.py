@@ -1,7 +1,8 @@
 """Writes kernel packages in the universal layout of Hugging Face ``kernels``; align and package both use it.
 
-``kernels/<name>/build/torch-universal/`` holds a package of its own: ``__init__.py`` offers ``op``, the candidate stands
-in ``_kernel.py`` beside copies of the binding, the configuration choice and the interpreter patches. Free of torch.
+``kernels/<name>/build/torch-universal/`` holds a package of its own: ``__init__.py`` offers ``op``, the candidate
+stands in ``_kernel.py`` beside copies of the binding, the configuration choice and the interpreter patches.
+Free of torch.
 """
 
 from __future__ import annotations
