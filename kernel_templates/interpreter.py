@@ -326,5 +326,14 @@ def _patch_execution(stock: Any) -> None:
         except Exception as problem:
             raise stock.InterpreterError(repr(problem)) from problem
 
+    stock_patch_tensor = stock._patch_lang_tensor
+
+    @functools.wraps(stock_patch_tensor)
+    def patch_tensor(tensor: Any, scope: Any) -> None:
+        stock_patch_tensor(tensor, scope)
+        # a scalar is an array of one element, which int() of recent numpy refuses: needed by range() with loaded bounds
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    stock._patch_lang_tensor = patch_tensor
     executor.__call__ = launch
     function.__call__ = call
