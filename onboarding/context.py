@@ -7,7 +7,7 @@ and to artifacts, and may be run again at any time with the same outcome. Free o
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -54,7 +54,11 @@ class StageContext:
     policy: Policy
     emit: Emit
     load_result: Callable[[str, str], dict[str, Any] | None]
-    """(stage, key) -> stored result of the newest finished step, or None."""
+    """(stage, key) -> stored result of the newest succeeded step, or None."""
+    definition: str = ""
+    """Digest of the job's definition artifact, as it was submitted; what intake reads."""
+    input: dict[str, Any] = field(default_factory=dict)
+    """What an edge back handed to this attempt, e.g. ``{"dropped": [...]}`` for ``align``; empty on the way forward."""
 
     def result(self, stage: str, model: type[R], key: str = "") -> R:
         """An upstream stage's result.

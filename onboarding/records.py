@@ -9,13 +9,16 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Any
 
-from sqlalchemy import JSON, Column, DateTime, Index, UniqueConstraint
+from sqlalchemy import JSON, Column, DateTime, Dialect, Index, TypeDecorator, UniqueConstraint
 from sqlmodel import Field, SQLModel
 
-JOB_STATES = ("queued", "running", "succeeded", "failed", "cancelled")
-STEP_STATES = ("ready", "running", "succeeded", "skipped", "failed", "cancelled")
-FINAL_STEP_STATES = frozenset({"succeeded", "skipped", "failed", "cancelled"})
-FINAL_JOB_STATES = frozenset({"succeeded", "failed", "cancelled"})
+# Every constraint has a name, so that a later migration can drop or change it on any database.
+SQLModel.metadata.naming_convention = {
+    "ix": "ix_%(column_0_label)s",
+    "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+    "fk": "fk_%(table_name)s_%(column_0_name)s_%(referred_table_name)s",
+    "pk": "pk_%(table_name)s",
+}
 
 
 def utcnow() -> datetime:
@@ -23,30 +26,61 @@ def utcnow() -> datetime:
     return datetime.now(UTC)
 
 
-def timestamp(*, nullable: bool = False, index: bool = False) -> Any:
-    """A timezone-aware timestamp column."""
-    return Field(
-        default=None if nullable else None,
-        sa_column=Column(DateTime(timezone=True), nullable=nullable, index=index),
-    )
+class UtcDateTime(TypeDecorator[datetime]):
+    """A timezone-aware timestamp on every database: SQLite drops the zone, so it is put back on reading."""
+
+    impl = DateTime(timezone=True)
+    cache_ok = True
+
+    def process_bind_param(self, value: datetime | None, dialect: Dialect) -> datetime | None:
+        """Store UTC; a naive time is a mistake of the caller."""
+        if value is None:
+            return None
+        if value.tzinfo is None:
+            raise ValueError("timestamps must carry a timezone")
+        return value.astimezone(UTC)
+
+    def process_result_value(self, value: Any, dialect: Dialect) -> datetime | None:
+        """Give the time back in UTC."""
+        if value is None:
+            return None
+        moment: datetime = value
+        return moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment.astimezone(UTC)
+
+
+def timestamp() -> Any:
+    """A column that holds the row's creation time."""
+    return Field(default_factory=utcnow, sa_column=Column(UtcDateTime, nullable=False))
+
+
+def moment() -> Any:
+    """A column for a time that may not have come yet."""
+    return Field(default=None, sa_column=Column(UtcDateTime, nullable=True))
+
+
+def json_column(*, nullable: bool = False) -> Any:
+    """A JSON object."""
+    if nullable:
+        return Field(default=None, sa_column=Column(JSON(none_as_null=True), nullable=True))
+    return Field(default_factory=dict, sa_column=Column(JSON, nullable=False))
 
 
 class Job(SQLModel, table=True):
     """A submitted model definition on its way to a bundle."""
 
     id: str = Field(primary_key=True)  # ULID: sorts by creation time
-    name: str
+    name: str = Field(index=True)
     model_type: str
     owner: str = Field(index=True)  # id of the API key that submitted it
     state: str = Field(default="queued", index=True)
     definition: str  # digest of the definition artifact
-    options: dict[str, Any] = Field(sa_column=Column(JSON, nullable=False))
-    problem: dict[str, Any] | None = Field(default=None, sa_column=Column(JSON))
+    options: dict[str, Any] = json_column()
+    problem: dict[str, Any] | None = json_column(nullable=True)
     cancel_requested: bool = False
     last_seq: int = 0
     created_at: datetime = timestamp()
-    started_at: datetime | None = timestamp(nullable=True)
-    finished_at: datetime | None = timestamp(nullable=True)
+    started_at: datetime | None = moment()
+    finished_at: datetime | None = moment()
 
 
 class Step(SQLModel, table=True):
@@ -54,7 +88,7 @@ class Step(SQLModel, table=True):
 
     __table_args__ = (
         UniqueConstraint("job_id", "stage", "key", "attempt"),
-        Index("ix_step_state_lease", "state", "lease_until"),
+        Index("ix_step_state_lease_until", "state", "lease_until"),
     )
 
     id: int | None = Field(default=None, primary_key=True)
@@ -65,16 +99,16 @@ class Step(SQLModel, table=True):
     state: str = "ready"
     queue: str = "cpu"
     lease_owner: str | None = None
-    lease_until: datetime | None = timestamp(nullable=True)
+    lease_until: datetime | None = moment()
     takeovers: int = 0
-    """How often an expired lease was taken over; past a limit the step fails instead of looping."""
-    input: dict[str, Any] = Field(default_factory=dict, sa_column=Column(JSON, nullable=False))
+    """How often a dead run of this attempt was taken over; past a limit the step fails instead of looping."""
+    input: dict[str, Any] = json_column()
     """Extra input from an edge back (for example operators to drop)."""
-    result: dict[str, Any] | None = Field(default=None, sa_column=Column(JSON))
-    problem: dict[str, Any] | None = Field(default=None, sa_column=Column(JSON))
+    result: dict[str, Any] | None = json_column(nullable=True)
+    problem: dict[str, Any] | None = json_column(nullable=True)
     created_at: datetime = timestamp()
-    started_at: datetime | None = timestamp(nullable=True)
-    finished_at: datetime | None = timestamp(nullable=True)
+    started_at: datetime | None = moment()
+    finished_at: datetime | None = moment()
 
 
 class Event(SQLModel, table=True):
@@ -86,7 +120,7 @@ class Event(SQLModel, table=True):
     stage: str = ""
     key: str = ""
     at: datetime = timestamp()
-    data: dict[str, Any] = Field(sa_column=Column(JSON, nullable=False))
+    data: dict[str, Any] = json_column()
 
 
 class Artifact(SQLModel, table=True):
@@ -112,7 +146,7 @@ class ApiKey(SQLModel, table=True):
     name: str
     digest: str = Field(unique=True)
     created_at: datetime = timestamp()
-    expires_at: datetime | None = timestamp(nullable=True)
+    expires_at: datetime | None = moment()
 
 
 class SignIn(SQLModel, table=True):
@@ -133,5 +167,5 @@ class Idempotency(SQLModel, table=True):
     idempotency_key: str = Field(primary_key=True)
     body_digest: str
     status: int | None = None
-    response: dict[str, Any] | None = Field(default=None, sa_column=Column(JSON))
+    response: dict[str, Any] | None = json_column(nullable=True)
     created_at: datetime = timestamp()

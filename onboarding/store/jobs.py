@@ -1,0 +1,223 @@
+"""Jobs: create, look up, cancel, retry, and carry out what the planner says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import insert, select, update
+from sqlalchemy.orm import Session
+from ulid import ULID
+
+from onboarding.pipeline import FINAL_JOB_STATES, JobOptions, NewStep, plan
+from onboarding.problem import Problem
+from onboarding.records import Job, Step, utcnow
+from onboarding.store.base import JOB, STEP, Database, NewEvent
+
+
+@dataclass(frozen=True)
+class JobPage:
+    """Some jobs, newest first."""
+
+    jobs: list[Job]
+    next_cursor: str | None
+    """Pass it as ``cursor`` for the next page; None on the last."""
+
+
+class JobStore(Database):
+    """Jobs and their transitions. Every method that changes a job takes its lock first."""
+
+    def create_job(
+        self, *, name: str, model_type: str, owner: str, definition: str, options: JobOptions | None = None
+    ) -> Job:
+        """Create a job with its first step ready.
+
+        Args:
+            name: shown name of the model.
+            model_type: the config's ``model_type``.
+            owner: id of the API key that submits.
+            definition: digest of the stored definition artifact.
+            options: what the user chose; defaults otherwise.
+        """
+        job_id = str(ULID())
+        with self.writing() as session:
+            session.execute(
+                insert(JOB).values(
+                    id=job_id,
+                    name=name,
+                    model_type=model_type,
+                    owner=owner,
+                    state="queued",
+                    definition=definition,
+                    options=(options or JobOptions()).model_dump(),
+                    cancel_requested=False,
+                    last_seq=0,
+                    created_at=utcnow(),
+                )
+            )
+            self.append(session, job_id, [NewEvent(kind="job", data={"state": "queued"})])
+            self._advance(session, job_id)
+            return self._job(session, job_id)
+
+    def get_job(self, job_id: str, owner: str | None = None) -> Job | None:
+        """A job; with ``owner``, only if it is that owner's."""
+        query = select(Job).where(JOB.c.id == job_id)
+        if owner is not None:
+            query = query.where(JOB.c.owner == owner)
+        with self.reading() as session:
+            return session.scalars(query).one_or_none()
+
+    def list_jobs(
+        self,
+        owner: str | None = None,
+        *,
+        cursor: str | None = None,
+        limit: int = 50,
+        state: str | None = None,
+        name: str | None = None,
+    ) -> JobPage:
+        """Jobs, newest first (ids sort by creation time).
+
+        Args:
+            owner: only this owner's; None for all.
+            cursor: ``next_cursor`` of the page before.
+            limit: jobs on a page.
+            state: only jobs in this state.
+            name: only jobs whose name contains this, in any case.
+        """
+        query = select(Job).order_by(JOB.c.id.desc()).limit(limit + 1)
+        if owner is not None:
+            query = query.where(JOB.c.owner == owner)
+        if cursor is not None:
+            query = query.where(JOB.c.id < cursor)
+        if state is not None:
+            query = query.where(JOB.c.state == state)
+        if name:
+            query = query.where(JOB.c.name.icontains(name, autoescape=True))
+        with self.reading() as session:
+            jobs = list(session.scalars(query))
+        more = len(jobs) > limit
+        return JobPage(jobs[:limit], jobs[limit - 1].id if more else None)
+
+    def steps(self, job_id: str) -> list[Step]:
+        """All steps of a job, all attempts, in the order in which they were made."""
+        with self.reading() as session:
+            return self._steps(session, job_id)
+
+    def request_cancel(self, job_id: str) -> Job:
+        """Cancel a job: ready steps at once, running ones as soon as their supervisor sees it. Idempotent.
+
+        Raises:
+            LookupError: no such job.
+            Problem: ``job-finished`` (409): it has already ended otherwise.
+        """
+        with self.writing() as session:
+            job = self._locked(session, job_id)
+            if job.state == "cancelled" or job.cancel_requested:
+                return job
+            if job.state in FINAL_JOB_STATES:
+                raise Problem("job-finished", f"the job has already {job.state}", status=409, state=job.state)
+            session.execute(update(JOB).where(JOB.c.id == job_id).values(cancel_requested=True))
+            self.append(session, job_id, [NewEvent(kind="job", data={"state": job.state, "cancel_requested": True})])
+            self._advance(session, job_id)
+            return self._job(session, job_id)
+
+    def retry(self, job_id: str) -> list[Step]:
+        """Go on with a failed or cancelled job: new attempts of what failed or was cancelled; the rest is kept.
+
+        Returns:
+            The steps that are ready now (send a hint for each).
+
+        Raises:
+            LookupError: no such job.
+            Problem: ``job-not-retryable`` (409): it has not failed and was not cancelled.
+        """
+        with self.writing() as session:
+            job = self._locked(session, job_id)
+            if job.state not in ("failed", "cancelled"):
+                title = f"only a failed or cancelled job can be retried; this one is {job.state}"
+                raise Problem("job-not-retryable", title, status=409, state=job.state)
+            steps = self._steps(session, job_id)
+            newest = {(step.stage, step.key): step for step in steps}
+            again = [step for step in newest.values() if step.state in ("failed", "cancelled")]
+            if not again and job.state == "failed" and job.problem:
+                # It failed although every step finished: the step whose outcome it could not go on from is done anew.
+                again = [newest[job.problem["stage"], job.problem["key"]]]
+            session.execute(
+                update(JOB)
+                .where(JOB.c.id == job_id)
+                .values(state="running", cancel_requested=False, problem=None, finished_at=None)
+            )
+            self.append(session, job_id, [NewEvent(kind="job", data={"state": "running", "retry": True})])
+            for step in again:
+                self._add(
+                    session,
+                    job_id,
+                    NewStep(
+                        stage=step.stage,
+                        key=step.key,
+                        attempt=step.attempt + 1,
+                        queue=step.queue,  # type: ignore[arg-type]  # stored text of a Queue
+                        input=dict(step.input),
+                    ),
+                )
+            self._advance(session, job_id)
+            return [step for step in self._steps(session, job_id) if step.state == "ready"]
+
+    # What follows runs inside a transaction that holds the job's lock.
+
+    def _locked(self, session: Session, job_id: str) -> Job:
+        job = self.lock_job(session, job_id)
+        if job is None:
+            raise LookupError(f"no job {job_id}")
+        return job
+
+    @staticmethod
+    def _job(session: Session, job_id: str) -> Job:
+        query = select(Job).where(JOB.c.id == job_id).execution_options(populate_existing=True)
+        return session.scalars(query).one()
+
+    @staticmethod
+    def _steps(session: Session, job_id: str) -> list[Step]:
+        query = select(Step).where(STEP.c.job_id == job_id).order_by(STEP.c.id)
+        return list(session.scalars(query.execution_options(populate_existing=True)))
+
+    def _advance(self, session: Session, job_id: str) -> None:
+        """Ask the planner and carry out its plan."""
+        job = self._job(session, job_id)
+        decision = plan(job.state, self._steps(session, job_id), job.options["device"], cancelling=job.cancel_requested)
+        if decision.drop_ready:
+            self._cancel_ready(session, job_id)
+        for new in decision.new_steps:
+            self._add(session, job_id, new)
+        if decision.job_outcome is not None:
+            outcome = {"state": decision.job_outcome, "problem": decision.problem}
+            session.execute(update(JOB).where(JOB.c.id == job_id).values(**outcome, finished_at=self.now(session)))
+            self.append(session, job_id, [NewEvent(kind="job", data=outcome)])
+
+    def _add(self, session: Session, job_id: str, new: NewStep) -> None:
+        values: dict[str, Any] = {
+            "stage": new.stage,
+            "key": new.key,
+            "attempt": new.attempt,
+            "queue": new.queue,
+            "input": new.input,
+        }
+        created = self.now(session)
+        session.execute(insert(STEP).values(**values, job_id=job_id, state="ready", takeovers=0, created_at=created))
+        data = {"state": "ready", "attempt": new.attempt}
+        self.append(session, job_id, [NewEvent(kind="step", stage=new.stage, key=new.key, data=data)])
+
+    def _cancel_ready(self, session: Session, job_id: str) -> None:
+        rows = session.execute(
+            update(STEP)
+            .where(STEP.c.job_id == job_id, STEP.c.state == "ready")
+            .values(state="cancelled", finished_at=self.now(session))
+            .returning(STEP.c.stage, STEP.c.key, STEP.c.attempt)
+        ).all()
+        events = [
+            NewEvent(kind="step", stage=stage, key=key, data={"state": "cancelled", "attempt": attempt})
+            for stage, key, attempt in rows
+        ]
+        if events:
+            self.append(session, job_id, events)
