@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from pydantic import Field
+
 from onboarding.artifacts import ArtifactRef
 from onboarding.context import StageResult
 
@@ -22,5 +24,7 @@ class IntakeResult(StageResult):
     files: list[str]
     has_code: bool
     has_tokenizer: bool
-    imports: list[str] = []
+    imports: list[str] = Field(default_factory=list)
     """Top-level packages that the definition's own code imports, read with ``ast``."""
+    suspicious: list[str] = Field(default_factory=list)
+    """Calls in that code that a reviewer should see (``file:line call``); it runs only in the sandbox."""

@@ -1,0 +1,150 @@
+"""Checking a model definition before anything is built from it. Free of torch and of the definition's own code.
+
+The API calls :func:`check_definition` before a job exists; the intake stage calls it again on the stored artifact.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from onboarding.examples import example_config, example_files, example_names
+from onboarding.problem import Problem
+from onboarding.stages.intake.archive import CAPS, Collector, is_archive, read_folder, too_large, unpack
+from onboarding.stages.intake.code import read_code
+from onboarding.stages.intake.config import check_fields, check_model_type, read_config
+
+Source = Literal["config", "folder", "archive", "example"]
+PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib", ".npy", ".npz", ".msgpack", ".h5")
+TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "tiktoken.model")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckedDefinition:
+    """A definition that passed every check."""
+
+    name: str | None
+    """What it calls itself: an example's name, the archive's top folder, or ``_name_or_path``."""
+    model_type: str
+    source: Source
+    digest: str
+    """sha256 over the sorted (path, content digest) list."""
+    config: dict[str, Any]
+    files: dict[str, bytes]
+    has_code: bool
+    has_tokenizer: bool
+    imports: tuple[str, ...] = ()
+    suspicious: tuple[str, ...] = ()
+
+
+def content_digest(files: dict[str, bytes]) -> str:
+    """sha256 over the sorted (path, sha256 of the content) list of a definition's files."""
+    total = hashlib.sha256()
+    for name in sorted(files):
+        total.update(name.encode() + b"\0" + hashlib.sha256(files[name]).hexdigest().encode() + b"\n")
+    return total.hexdigest()
+
+
+def _without_top_folder(files: dict[str, bytes]) -> tuple[dict[str, bytes], str | None]:
+    """Archives of a folder hold the folder: its name is a hint, not a part of the paths."""
+    tops = {name.split("/", 1)[0] for name in files}
+    if len(tops) != 1 or any("/" not in name for name in files):
+        return files, None
+    return {name.split("/", 1)[1]: content for name, content in files.items()}, tops.pop()
+
+
+def _read(source: dict[str, bytes] | Path | bytes) -> tuple[dict[str, bytes], Source]:
+    if isinstance(source, dict):
+        collector = Collector()
+        for name, content in source.items():
+            collector.count_entry()
+            collector.add(name, content)
+        return collector.files, "config" if len(source) == 1 else "folder"
+    if isinstance(source, Path):
+        if source.is_dir():
+            return read_folder(source), "folder"
+        if not source.is_file():
+            raise Problem(
+                "no-such-path", f"{source} does not exist", "give a config.json, a folder, an archive or an example"
+            )
+        if source.stat().st_size > CAPS.total_bytes:
+            raise too_large(f"the file {source.name!r}", CAPS.total_bytes)
+        if source.suffix == ".json":
+            return {"config.json": source.read_bytes()}, "config"
+        source = source.read_bytes()
+    if is_archive(source):
+        return unpack(source), "archive"
+    return {"config.json": source}, "config"
+
+
+def _refuse_pickles(files: dict[str, bytes]) -> None:
+    for name in sorted(files):
+        if name.lower().endswith(PICKLES):
+            raise Problem(
+                "pickled-weights",
+                f"{name} may run code when it is loaded",
+                "weights are taken as safetensors only; for onboarding the definition is enough",
+                file=name,
+            )
+
+
+def check_definition(source: dict[str, bytes] | Path | bytes) -> CheckedDefinition:
+    """Read and check a model definition: files by path, a folder, an archive, or a bare ``config.json``.
+
+    Raises:
+        Problem: what is wrong and where; the kind is stable (``unsafe-path``, ``pickled-weights``, ``config-not-json``,
+            ``config-no-model-type``, ``unknown-model-type``, ``config-field-missing``, ``config-wrong-type``,
+            ``config-out-of-range``, ``code-syntax-error`` ...).
+    """
+    files, kind = _read(source)
+    files, folder = _without_top_folder(files)
+    _refuse_pickles(files)
+    if "config.json" not in files:
+        there = ", ".join(sorted(files)[:5]) or "nothing"
+        raise Problem("no-config", "the definition has no config.json", f"it holds {there}", field="config.json")
+    config = read_config(files["config.json"])
+    has_code = any(name.endswith(".py") for name in files)
+    model_type = check_model_type(config, has_code)
+    code = read_code(files)
+    check_fields(config, model_type)
+    example = _example_of(config) if len(files) == 1 else None
+    named = config.get("_name_or_path")
+    name = (
+        example
+        or folder
+        or (named.rstrip("/").rsplit("/", 1)[-1] if isinstance(named, str) and named.strip("/") else None)
+    )
+    return CheckedDefinition(
+        name=name,
+        model_type=model_type,
+        source="example" if example else kind,
+        digest=content_digest(files),
+        config=config,
+        files=files,
+        has_code=has_code,
+        has_tokenizer=any(name.rsplit("/", 1)[-1] in TOKENIZERS for name in files),
+        imports=code.imports,
+        suspicious=code.suspicious,
+    )
+
+
+def _example_of(config: dict[str, Any]) -> str | None:
+    return next((name for name in example_names() if example_config(name) == config), None)
+
+
+def find_definition(text: str) -> CheckedDefinition:
+    """What a user named on the command line: a path, or an example where no such path exists.
+
+    Raises:
+        Problem: neither, or the definition is refused.
+    """
+    path = Path(text)
+    if not path.exists() and text in example_names():
+        return check_definition(example_files(text))
+    if not path.exists() and "/" not in text:
+        raise Problem(
+            "no-such-path", f"{text!r} is neither a path nor an example", f"examples: {', '.join(example_names())}"
+        )
+    return check_definition(path)
