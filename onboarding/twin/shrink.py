@@ -1,0 +1,177 @@
+"""Smaller sizes for a model's config, chosen by what each field means. Plain data, free of torch.
+
+Two families of rules. *Free*: every kind of size goes to a comfortable small value (hidden 64, four heads, head dims
+of 16 and up, eight experts). *Tied*: heads, head dims and widths are divided by a, b and a x b, so that every product
+between them (``heads x head_dim = expand x hidden``) survives. Which one a model accepts is found by trying.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+VOCAB = 320
+"""256 bytes, then room for special tokens, in a multiple of 64."""
+FIRST_SPECIAL = 256
+HIDDEN = 64
+HEADS = 4
+HEAD_DIM = 16
+"""Smallest head dim: the K extent of one MMA instruction."""
+EXPERTS = 8
+TOP_K = 4
+STATE = 16
+
+DEPTH = re.compile(r"^(num_hidden_layers|num_layers|n_layers?|depth)$")
+TOKEN_ID = re.compile(r"(_token_id|_token_index|_token_ids)$")
+EXPERT_COUNT = re.compile(r"^(n_routed_experts|num_experts|num_local_experts|moe_num_experts|num_routed_experts)$")
+EXPERT_EXTRA = re.compile(r"^(zero_expert_num|num_zero_experts)$")
+EXPERTS_TOP_K = re.compile(
+    r"^(num_experts_per_tok(en)?|moe_(num_)?(topk|top_k|k)|top_k(_experts)?|num_selected_experts)$"
+)
+EXPERT_GROUPS = re.compile(r"^(n_group|num_expert_group)$")
+STATE_SIZE = re.compile(r"(^|_)(d_state|state_size|state_dim)$")
+KV_HEADS = re.compile(r"(kv_heads?|key_value_heads|num_query_groups|multi_query_group_num)$")
+HEAD_COUNT = re.compile(r"(^|_)(num|n)_(.*_)?heads?$|^(num_heads|n_heads?)$")
+HEAD_SIZE = re.compile(r"(head_dim|head_size|d_head|head_width|kv_channels)$")
+RANK = re.compile(r"(_rank|_rank_dim|lora_dim)$")
+WINDOW = re.compile(r"(sliding_window(_size)?|attention_chunk_size|chunk_size|index_topk|local_window|window_size)$")
+WIDTH = re.compile(
+    r"(^|_)(hidden_size|d_model|n_embd|n_inner|d_ssm|lru_width|d_inner|intermediate|intermediate_size|ffn_dim|embed_dim"
+    r"|ffn_hidden_size|hidden_dim|feedforward_dim|width|out_hidden_size|expert_size|shared_size|channels_size|hidden"
+    r"|intermediate_size_mlp|hidden_size_per_layer_input|embedding_size|expand_dim|ff_dim|mlp_dim)$"
+)
+SECTION = re.compile(r"_section$")
+PER_FREQUENCY = re.compile(r"^(short|long)_factor$")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """How to shrink: ``heads`` and ``head_dims`` divide counts and sizes; ``tied`` derives widths from both."""
+
+    tied: bool
+    heads: float
+    head_dims: float
+    widths: float
+    window: int
+    """Length that replaces windows and chunks, in tokens."""
+    experts: float
+
+
+def rules_for(text: dict[str, Any], sequence_length: int) -> list[Rule]:
+    """The rules worth trying on a (text) config, most comfortable first.
+
+    Args:
+        text: resolved fields of the language model's config.
+        sequence_length: tokens of the twin's sequences; windows become a quarter of it, so that they cut.
+    """
+    heads = [v for k, v in _ints(text) if HEAD_COUNT.search(k) and not KV_HEADS.search(k) and v > 0]
+    hidden = next((v for k, v in _ints(text) if k in ("hidden_size", "d_model", "n_embd") and v > 0), HIDDEN)
+    main = int(text.get("num_attention_heads") or text.get("n_head") or (heads[0] if heads else 1) or 1)
+    dims = [v for k, v in _ints(text) if HEAD_SIZE.search(k) and v > 0] or [max(hidden // main, 1)]
+    experts = max([v for k, v in _ints(text) if EXPERT_COUNT.search(k)], default=EXPERTS)
+    window = 1 << max((sequence_length // 4).bit_length() - 1, 3)
+
+    def rule(*, tied: bool, heads: float, head_dims: float, widths: float) -> Rule:
+        return Rule(
+            tied=tied,
+            heads=heads,
+            head_dims=head_dims,
+            widths=widths,
+            window=window,
+            experts=max(experts / EXPERTS, 1.0),
+        )
+
+    smallest = max(min(dims) / HEAD_DIM, 1.0)
+    rules = [rule(tied=False, heads=max(main / HEADS, 1.0), head_dims=smallest, widths=max(hidden / HIDDEN, 1.0))]
+    divisors = {max(main / count, 1.0) for count in (1, 2, 4, 8)}
+    for a in sorted(divisors, key=lambda a: abs(hidden / (a * smallest) - HIDDEN)):
+        rules.append(rule(tied=True, heads=a, head_dims=smallest, widths=a * smallest))
+    return rules
+
+
+def shrink(fields: dict[str, Any], rule: Rule) -> dict[str, Any]:
+    """The fields at small sizes; depth and per-layer lists stay as they are.
+
+    Args:
+        fields: resolved config fields, nested configs included.
+        rule: the divisors.
+    """
+    ids: dict[int, int] = {}
+    return {key: _shrunk(key, value, fields, rule, ids) for key, value in fields.items()}
+
+
+def _ints(fields: dict[str, Any]) -> list[tuple[str, int]]:
+    return [(k, v) for k, v in fields.items() if isinstance(v, int) and not isinstance(v, bool)]
+
+
+def _shrunk(key: str, value: Any, fields: dict[str, Any], rule: Rule, ids: dict[int, int]) -> Any:
+    if isinstance(value, dict):
+        return {k: _shrunk(k, v, value, rule, ids) for k, v in value.items()}
+    if isinstance(value, list) and value and all(isinstance(v, (int, float)) for v in value):
+        return _shrunk_list(key, value, fields, rule, ids)
+    if isinstance(value, bool) or not isinstance(value, int):
+        return value
+    return _size(key, value, fields, rule, ids)
+
+
+def _shrunk_list(key: str, values: list[Any], fields: dict[str, Any], rule: Rule, ids: dict[int, int]) -> list[Any]:
+    if SECTION.search(key):  # rotary frequencies by modality: keep the proportions
+        divisor = rule.head_dims
+        return [max(1, round(v / divisor)) for v in values]
+    if PER_FREQUENCY.search(key):
+        return values[: max(1, round(len(values) / rule.head_dims))]
+    if any(isinstance(v, bool) or not isinstance(v, int) for v in values):
+        return values
+    return [_size(key, v, fields, rule, ids) for v in values]
+
+
+def _size(key: str, value: int, fields: dict[str, Any], rule: Rule, ids: dict[int, int]) -> int:
+    """The small value of one integer field. Order matters: the most particular names first."""
+    if TOKEN_ID.search(key):
+        # every special token moves behind the bytes, so that text never meets one
+        return value if value < 0 else ids.setdefault(value, FIRST_SPECIAL + len(ids) % (VOCAB - FIRST_SPECIAL))
+    if key.startswith("vocab_size"):
+        return min(value, VOCAB)
+    if DEPTH.search(key) or value <= 0:
+        return value
+    if EXPERT_COUNT.search(key) or EXPERT_EXTRA.search(key):
+        return max(2, round(value / rule.experts)) if value > 1 else value
+    if EXPERTS_TOP_K.search(key):
+        return min(value, TOP_K)
+    if EXPERT_GROUPS.search(key):
+        return min(value, EXPERTS // 2)  # a group's score is the sum of its two best experts
+    if key == "topk_group":
+        groups = next((v for k, v in _ints(fields) if EXPERT_GROUPS.search(k)), value)
+        return max(1, round(value * min(groups, EXPERTS // 2) / groups))
+    if WINDOW.search(key):
+        return min(value, rule.window)
+    if STATE_SIZE.search(key):
+        return min(value, STATE)
+    if KV_HEADS.search(key):
+        return _kv_heads(value, fields, rule)
+    if HEAD_COUNT.search(key) or key.endswith("n_groups"):
+        return max(1, round(value / rule.heads))
+    if HEAD_SIZE.search(key):
+        return min(value, max(HEAD_DIM if value >= HEAD_DIM else value, round(value / rule.head_dims)))
+    if RANK.search(key):
+        return min(value, 2 * STATE if value > 2 * 512 else STATE)
+    if WIDTH.search(key) and value >= HEAD_DIM:
+        return _width(value, rule)
+    return value
+
+
+def _kv_heads(value: int, fields: dict[str, Any], rule: Rule) -> int:
+    """Multi-head stays multi-head, multi-query stays multi-query, grouped stays grouped where it can."""
+    heads = int(fields.get("num_attention_heads") or fields.get("num_heads") or value)
+    small = max(1, round(heads / rule.heads))
+    if value == heads:
+        return small
+    return 1 if value == 1 else max(1, small // 2)
+
+
+def _width(value: int, rule: Rule) -> int:
+    small = value / rule.widths
+    if rule.tied:
+        return max(1, round(small))
+    return int(min(max(32, round(small / 16) * 16), 4 * HIDDEN))
