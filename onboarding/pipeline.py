@@ -54,6 +54,8 @@ class Edge:
     outcome: str
     to: str
     """Stage that gets a new attempt, for the same key."""
+    only_if: tuple[str, str] | None = None
+    """(field, value) that the result must hold for the edge to count."""
     limit: int
     """How often the outcome may lead back, for one key."""
     collect: str = ""
@@ -116,10 +118,9 @@ EDGES: tuple[Edge, ...] = (
         into="dropped",
         exhausted="the model does not align with its reference",
     ),
-    # The judge step ends with ``repair`` when the candidate was refused and the policy wants another one.
-    Edge(stage="judge", outcome="repair", to="generate", limit=3),
+    # The candidate was refused, and the policy wants another one.
+    Edge(stage="judge", outcome="refused", only_if=("next_move", "repair"), to="generate", limit=3),
 )
-EDGE_BY_OUTCOME = {(edge.stage, edge.outcome): edge for edge in EDGES}
 
 
 class Profile(Record):
@@ -269,7 +270,7 @@ class _History:
                 return _Path(floor=floor)
             floor = position
             outcome = outcome_of(step)
-            edge = EDGE_BY_OUTCOME.get((stage.name, outcome))
+            edge = edge_after(step)
             if edge is not None:
                 return self.go_back(edge, step, floor)
             if outcome in stage.stops:
@@ -283,7 +284,7 @@ class _History:
         result = step.result or {}
         earlier = list(step.input.get(edge.into, ()))
         fresh = [item for item in result.get(edge.collect, ()) if item not in earlier]
-        taken = sum(s.stage == step.stage and s.key == step.key and outcome_of(s) == edge.outcome for s in self.steps)
+        taken = sum(s.key == step.key and edge_after(s) is edge for s in self.steps)
         if taken <= edge.limit and (fresh or not edge.collect):
             carried = {edge.into: earlier + fresh} if edge.collect else {}
             return _Path(floor=floor, new=self.new_step(STAGE_BY_NAME[edge.to], step.key, carried))
@@ -305,6 +306,17 @@ def outcome_of(step: StepView) -> str:
     if step.state == "skipped":
         return "skipped"
     return str((step.result or {}).get("outcome", "ok")) if step.state == "succeeded" else ""
+
+
+def edge_after(step: StepView) -> Edge | None:
+    """The edge back that a step's outcome asks for."""
+    result = step.result or {}
+    for edge in EDGES:
+        if (edge.stage, edge.outcome) == (step.stage, outcome_of(step)) and (
+            edge.only_if is None or result.get(edge.only_if[0]) == edge.only_if[1]
+        ):
+            return edge
+    return None
 
 
 def _stopped(step: StepView, outcome: str) -> dict[str, Any]:

@@ -9,9 +9,10 @@ from onboarding.store.access import AccessStore, IdempotencyState
 from onboarding.store.base import NewEvent
 from onboarding.store.events import EventStore
 from onboarding.store.jobs import JobPage
+from onboarding.store.logs import log_path
 from onboarding.store.steps import Beat, StepStore
 
-__all__ = ["Beat", "IdempotencyState", "JobPage", "NewEvent", "Store"]
+__all__ = ["Beat", "IdempotencyState", "JobPage", "NewEvent", "Store", "log_path"]
 
 
 class Store(StepStore, EventStore, AccessStore):

@@ -105,28 +105,24 @@ class JobStore(Database):
             return self._steps(session, job_id)
 
     def request_cancel(self, job_id: str) -> Job:
-        """Cancel a job: ready steps at once, running ones as soon as their supervisor sees it. Idempotent.
+        """Cancel a job: ready steps at once, running ones as soon as their supervisor sees it.
+
+        Idempotent; a job that has ended stays as it is.
 
         Raises:
             LookupError: no such job.
-            Problem: ``job-finished`` (409): it has already ended otherwise.
         """
         with self.writing() as session:
             job = self._locked(session, job_id)
-            if job.state == "cancelled" or job.cancel_requested:
+            if job.cancel_requested or job.state in FINAL_JOB_STATES:
                 return job
-            if job.state in FINAL_JOB_STATES:
-                raise Problem("job-finished", f"the job has already {job.state}", status=409, state=job.state)
             session.execute(update(JOB).where(JOB.c.id == job_id).values(cancel_requested=True))
             self.append(session, job_id, [NewEvent(kind="job", data={"state": job.state, "cancel_requested": True})])
             self._advance(session, job_id)
             return self._job(session, job_id)
 
-    def retry(self, job_id: str) -> list[Step]:
+    def retry(self, job_id: str) -> Job:
         """Go on with a failed or cancelled job: new attempts of what failed or was cancelled; the rest is kept.
-
-        Returns:
-            The steps that are ready now (send a hint for each).
 
         Raises:
             LookupError: no such job.
@@ -162,7 +158,7 @@ class JobStore(Database):
                     ),
                 )
             self._advance(session, job_id)
-            return [step for step in self._steps(session, job_id) if step.state == "ready"]
+            return self._job(session, job_id)
 
     # What follows runs inside a transaction that holds the job's lock.
 
