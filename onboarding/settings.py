@@ -63,3 +63,8 @@ class Settings(BaseSettings):
     def resolved_artifacts_url(self) -> str:
         """The artifact store's URL in force."""
         return self.artifacts_url or (self.resolved_home / "artifacts").as_uri()
+
+    def base_url(self) -> str:
+        """The address that users see."""
+        host = "127.0.0.1" if self.host in ("0.0.0.0", "::") else self.host
+        return (self.public_url or f"http://{f'[{host}]' if ':' in host else host}:{self.port}").rstrip("/")
