@@ -339,5 +339,13 @@ def _patch_execution(stock: Any) -> None:
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     stock._patch_lang_tensor = patch_tensor
+    stock_patch_tensor = stock._patch_lang_tensor
+
+    def patch_tensor(tensor: Any, scope: Any) -> None:
+        stock_patch_tensor(tensor, scope)
+        # stock converts a one-element array by int(), which numpy has deprecated
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    stock._patch_lang_tensor = patch_tensor
     executor.__call__ = launch
     function.__call__ = call
