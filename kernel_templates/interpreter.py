@@ -50,7 +50,6 @@ def activate(*, strict: bool | None = None) -> None:
     if _active:
         return
     os.environ["TRITON_INTERPRET"] = "1"
-    import triton.language
     import triton.runtime.interpreter as stock
 
     _interpret_standard_library(stock)
@@ -336,14 +335,6 @@ def _patch_execution(stock: Any) -> None:
     def patch_tensor(tensor: Any, scope: Any) -> None:
         stock_patch_tensor(tensor, scope)
         # a scalar is an array of one element, which int() of recent numpy refuses: needed by range() with loaded bounds
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    stock._patch_lang_tensor = patch_tensor
-    stock_patch_tensor = stock._patch_lang_tensor
-
-    def patch_tensor(tensor: Any, scope: Any) -> None:
-        stock_patch_tensor(tensor, scope)
-        # stock converts a one-element array by int(), which numpy has deprecated
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     stock._patch_lang_tensor = patch_tensor
