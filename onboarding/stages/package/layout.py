@@ -37,10 +37,10 @@ if not torch.cuda.is_available():
 
 from . import _kernel
 from ._bind import bind
-from ._configs import Configs
+from ._configs import Chooser
 
-CONFIGS = Configs.load(Path(__file__).parent / "configs")
-op = bind(_kernel, name="{name}", choose_config=CONFIGS.choose)
+CONFIGS = Chooser.from_folder(Path(__file__).parent / "configs", "{name}")
+op = bind(_kernel, name="{name}", choose_config=CONFIGS)
 
 __all__ = ["op"]
 '''

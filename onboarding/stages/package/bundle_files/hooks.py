@@ -1,0 +1,316 @@
+"""How each kind of operator is put in a module's place.
+
+Every ``install`` returns the function that undoes it. A replaced forward is a method bound to its instance, so a deep
+copy of the model carries it over to the copy.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import count
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Undo = Callable[[], None]
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+_registered = count()
+
+
+def install(
+    binding: dict[str, Any],
+    entry: dict[str, Any],
+    attributes: dict[str, str],
+    module: nn.Module,
+    name: str,
+    op: Any,
+    applied: Any,
+) -> Undo:
+    """Make ``module`` use ``op``; returns the undo function.
+
+    Args:
+        binding: hook and, for a function hook, the function's name.
+        entry: the kernel's entry of ``bundle.json``.
+        attributes: tensor name -> attribute of the module.
+        module: the instance to patch.
+        name: of the module in the model.
+        op: the kernel.
+        applied: counts calls and notes fallbacks.
+    """
+    hook: str = binding["hook"]
+    swap = Swap(entry, binding, attributes, name, op, applied)
+    if hook == "experts":
+        return _install_experts(module, swap)
+    if hook == "linear_attention":
+        return _install_function(module, swap)
+    forward = {"norm": _norm, "gated_norm": _gated_norm, "gated_mlp": _gated_mlp}[hook]
+    return _replace_forward(module, functools.partial(_run, forward, swap))
+
+
+class Swap:
+    """One kernel in one module."""
+
+    def __init__(
+        self,
+        entry: dict[str, Any],
+        binding: dict[str, Any],
+        attributes: dict[str, str],
+        name: str,
+        op: Any,
+        applied: Any,
+    ) -> None:
+        self.spec: dict[str, Any] = entry["spec"]
+        self.digest: str = entry["digest"]
+        self.function: str = binding.get("function") or ""
+        self.attributes = attributes
+        self.name = name
+        self.op = op
+        self.applied = applied
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Swap:
+        return self  # holds nothing of the module
+
+    def call(self, **tensors: Tensor | None) -> tuple[Tensor, ...]:
+        """Run the kernel and count it."""
+        self.applied.count(self.digest, self.name)
+        results: tuple[Tensor, ...] = self.op(**tensors)
+        return results
+
+
+class Uncovered(Exception):
+    """The call is outside what the kernel computes; the model's own code takes it."""
+
+
+# ---- replaced forwards ------------------------------------------------------------------------------------------
+
+
+def _replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Undo:
+    before = module.__dict__.get("forward")
+    own = before if before is not None else type(module).forward
+
+    def replaced(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        original = own if before is not None else MethodType(own, self)
+        return forward(self, original, *args, **kwargs)
+
+    module.forward = MethodType(replaced, module)
+
+    def undo() -> None:
+        if before is not None:
+            module.forward = before
+        else:
+            module.__dict__.pop("forward", None)
+
+    return undo
+
+
+def _run(
+    compute: Callable[..., Any], swap: Swap, module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    try:
+        return compute(swap, module, *args, **kwargs)
+    except Uncovered as reason:
+        swap.applied.fallbacks[swap.name] = str(reason)
+        return original(*args, **kwargs)
+
+
+def _covered(*tensors: Tensor) -> None:
+    """Kernels take one floating dtype throughout; anything else would promote differently than the model does."""
+    dtypes = {t.dtype for t in tensors}
+    if len(dtypes) > 1 or not dtypes <= set(FLOATS):
+        raise Uncovered(f"dtypes {', '.join(sorted(str(d) for d in dtypes))}")
+
+
+def _norm(swap: Swap, module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+    x = _only(args, kwargs, 1)[0]
+    if not swap.spec["weighted"]:
+        _covered(x)
+        return swap.call(x=x)[0]
+    weight = getattr(module, swap.attributes["weight"])
+    _covered(x, weight)
+    return swap.call(x=x, weight=weight)[0]
+
+
+def _gated_norm(swap: Swap, module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+    x, gate = _only(args, kwargs, 2)
+    if gate is None:
+        raise Uncovered("no gate")
+    if not swap.spec["weighted"]:
+        _covered(x, gate)
+        return swap.call(x=x, gate=gate)[0]
+    weight = getattr(module, swap.attributes["weight"])
+    _covered(x, gate, weight)
+    return swap.call(x=x, weight=weight, gate=gate)[0]
+
+
+def _gated_mlp(swap: Swap, module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+    """The projections stay modules, so that adapters, sharding and quantised linears keep working."""
+    (x,) = _only(args, kwargs, 1)
+    down = getattr(module, swap.attributes["down"])
+    if swap.spec["layout"] != "separate":
+        gate_up = getattr(module, swap.attributes["gate_up"])(x)
+        _covered(gate_up)
+        return down(swap.call(gate_up=gate_up)[0])  # type: ignore[no-any-return]
+    gate = getattr(module, swap.attributes["gate"])(x)
+    up = getattr(module, swap.attributes["up"])(x)
+    _covered(gate, up)
+    return down(swap.call(gate=gate, up=up)[0])  # type: ignore[no-any-return]
+
+
+def _only(args: tuple[Any, ...], kwargs: dict[str, Any], expected: int) -> list[Any]:
+    values = [*args, *kwargs.values()]
+    if len(values) != expected or not all(isinstance(v, Tensor) for v in values[:1]):
+        raise Uncovered(f"{len(values)} arguments")
+    return values
+
+
+# ---- experts: transformers' own interface -----------------------------------------------------------------------
+
+
+def _install_experts(module: nn.Module, swap: Swap) -> Undo:
+    """Register an implementation under a fresh name and let this module's own copy of the config ask for it."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    target: Any = module
+    before: Any = target.config
+    key = f"onboard-{swap.digest}-{next(_registered)}"
+
+    def forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        weights = {n: getattr(self, a) for n, a in swap.attributes.items() if swap.spec["bias"] or "bias" not in n}
+        try:
+            _covered(hidden_states, *weights.values())
+        except Uncovered as reason:
+            swap.applied.fallbacks[swap.name] = str(reason)
+            eager = inspect.unwrap(type(self).forward)
+            own = ALL_EXPERTS_FUNCTIONS.get_interface(before._experts_implementation or "eager", eager)
+            return own(self, hidden_states, top_k_index, top_k_weights)  # type: ignore[no-any-return]
+        return swap.call(x=hidden_states, index=top_k_index.long(), scores=top_k_weights, **weights)[0]
+
+    ALL_EXPERTS_FUNCTIONS[key] = forward
+    target.config = copy.copy(before)
+    target.config._experts_implementation_internal = key
+
+    def undo() -> None:
+        target.config = before
+        del ALL_EXPERTS_FUNCTIONS[key]
+
+    return undo
+
+
+# ---- linear attention: a function in the model's Python module -----------------------------------------------------
+
+
+class _Active(threading.local):
+    """Which kernel serves which function right now, innermost module last."""
+
+    def __init__(self) -> None:
+        self.stack: list[Swap] = []
+
+
+_active = _Active()
+
+
+@contextmanager
+def _serving(swap: Swap) -> Iterator[None]:
+    _active.stack.append(swap)
+    try:
+        yield
+    finally:
+        _active.stack.pop()
+
+
+class Dispatcher:
+    """Stands for a function of the model's Python module and looks who is calling.
+
+    Calls from a marked module go to its kernel, all others to the original.
+    """
+
+    def __init__(self, original: Callable[..., Any], name: str) -> None:
+        functools.update_wrapper(self, original)
+        self.original = original
+        self.name = name
+        self.signature = inspect.signature(original)
+        self.users = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        swap = next((s for s in reversed(_active.stack) if s.function == self.name), None)
+        if swap is None:
+            return self.original(*args, **kwargs)
+        try:
+            return _linear_attention(swap, self.signature, args, kwargs)
+        except Uncovered as reason:
+            swap.applied.fallbacks[swap.name] = str(reason)
+            return self.original(*args, **kwargs)
+
+
+def _install_function(module: nn.Module, swap: Swap) -> Undo:
+    """Mark the module's forward and put a dispatcher in place of the function it calls, while one marked is left."""
+    python_module = next(
+        sys.modules[cls.__module__]
+        for cls in type(module).__mro__
+        if hasattr(sys.modules.get(cls.__module__), swap.function)
+    )
+    dispatcher = getattr(python_module, swap.function)
+    if not isinstance(dispatcher, Dispatcher):
+        dispatcher = Dispatcher(dispatcher, swap.function)
+        setattr(python_module, swap.function, dispatcher)
+    dispatcher.users += 1
+
+    def forward(self: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with _serving(swap):
+            return original(*args, **kwargs)
+
+    undo_forward = _replace_forward(module, forward)
+
+    def undo() -> None:
+        undo_forward()
+        dispatcher.users -= 1
+        if not dispatcher.users and getattr(python_module, swap.function) is dispatcher:
+            setattr(python_module, swap.function, dispatcher.original)
+
+    return undo
+
+
+TENSORS = {"query": "q", "key": "k", "value": "v", "g": "g", "beta": "beta"}
+UNDERSTOOD = {*TENSORS, "initial_state", "output_final_state", "use_qk_l2norm_in_kernel", "cu_seqlens", "chunk_size"}
+REFUSED_EXTRAS = ("seq_idx", "scale", "safe_gate", "lower_bound", "head_first", "use_gate_in_kernel")
+
+
+def _linear_attention(
+    swap: Swap, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Tensor, Tensor | None]:
+    """A call in the convention of transformers and fla: (query, key, value, g, beta, ...) -> (output, final state)."""
+    given = dict(signature.bind(*args, **kwargs).arguments)
+    gathered = next((n for n, p in signature.parameters.items() if p.kind is p.VAR_KEYWORD), "")
+    extras = given.pop(gathered, {})
+    for name, value in given.items():
+        default = signature.parameters[name].default
+        if name not in UNDERSTOOD and value is not None and value is not default and value != default:
+            raise Uncovered(f"argument {name}")
+    for name in REFUSED_EXTRAS:
+        if extras.get(name) is not None:
+            raise Uncovered(f"argument {name}")
+    if bool(given.get("use_qk_l2norm_in_kernel", False)) != swap.spec["qk_l2norm"]:
+        raise Uncovered("the call's q and k normalisation differs")
+    tensors: dict[str, Tensor | None] = {short: given.get(long) for long, short in TENSORS.items()}
+    q, v, g = tensors["q"], tensors["v"], tensors["g"]
+    assert q is not None
+    assert v is not None
+    _covered(q, v)
+    decay = "none" if g is None else ("channel" if g.ndim == q.ndim else "head")
+    if decay != swap.spec["decay"] or (tensors["beta"] is not None) != swap.spec["delta"]:
+        raise Uncovered(f"decay {decay} where the kernel has {swap.spec['decay']}")
+    tensors["initial_state"] = given.get("initial_state")
+    tensors["cu_seqlens"] = given.get("cu_seqlens", extras.get("cu_seqlens"))
+    if tensors["cu_seqlens"] is not None and q.shape[0] != 1:
+        raise Uncovered("packed sequences in a batch")
+    o, final_state = swap.call(**{n: t for n, t in tensors.items() if t is not None})
+    return o, final_state if given.get("output_final_state", False) else None
