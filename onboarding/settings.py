@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
+import tempfile
 from functools import cached_property
 from pathlib import Path
 
 from pydantic import Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+SOCKET_PATH_LIMIT = 100
+"""Bytes; the kernel takes at most 107."""
+
 
 def config_home() -> Path:
     """The user's configuration folder (``$XDG_CONFIG_HOME/onboard`` or ``~/.config/onboard``)."""
-    import os
-
     base = os.environ.get("XDG_CONFIG_HOME")
     return (Path(base) if base else Path.home() / ".config") / "onboard"
 
@@ -46,6 +50,10 @@ class Settings(BaseSettings):
     lease_s: float = 10.0
     heartbeat_s: float = 3.0
     sweep_s: float = 2.0
+    log_bytes: int = 16 * 2**20
+    """Size at which a step's log is capped."""
+    stages_package: str = "onboarding.stages"
+    """Python package that step processes import stages from; another one serves tests of the machinery."""
     cpu_workers: int = 1
     """Steps that one worker runs at the same time."""
     unsafe_no_sandbox: bool = False
@@ -59,6 +67,19 @@ class Settings(BaseSettings):
     def resolved_database_url(self) -> str:
         """The database URL in force."""
         return self.database_url or f"sqlite:///{self.resolved_home / 'onboard.db'}"
+
+    def broker_socket(self) -> Path:
+        """Socket of the embedded broker: in ``home``, or in a private folder where that path is too long for one."""
+        socket = self.resolved_home / "broker.sock"
+        if len(os.fsencode(socket)) <= SOCKET_PATH_LIMIT:
+            return socket
+        digest = hashlib.sha256(os.fsencode(self.resolved_home)).hexdigest()[:16]
+        base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
+        return Path(base) / f"onboard-{os.getuid()}-{digest}" / "broker.sock"
+
+    def resolved_broker_url(self) -> str:
+        """The Celery broker URL in force."""
+        return self.broker_url or f"redis+socket://{self.broker_socket()}"
 
     def resolved_artifacts_url(self) -> str:
         """The artifact store's URL in force."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from sqlalchemy import insert, select, update
 from sqlalchemy.orm import Session
@@ -178,31 +177,38 @@ class JobStore(Database):
         query = select(Step).where(STEP.c.job_id == job_id).order_by(STEP.c.id)
         return list(session.scalars(query.execution_options(populate_existing=True)))
 
-    def _advance(self, session: Session, job_id: str) -> None:
-        """Ask the planner and carry out its plan."""
+    def _advance(self, session: Session, job_id: str) -> list[Step]:
+        """Ask the planner, carry out its plan, and return the steps it added."""
         job = self._job(session, job_id)
         decision = plan(job.state, self._steps(session, job_id), job.options["device"], cancelling=job.cancel_requested)
         if decision.drop_ready:
             self._cancel_ready(session, job_id)
-        for new in decision.new_steps:
-            self._add(session, job_id, new)
+        added = [self._add(session, job_id, new) for new in decision.new_steps]
         if decision.job_outcome is not None:
             outcome = {"state": decision.job_outcome, "problem": decision.problem}
             session.execute(update(JOB).where(JOB.c.id == job_id).values(**outcome, finished_at=self.now(session)))
             self.append(session, job_id, [NewEvent(kind="job", data=outcome)])
+        return added
 
-    def _add(self, session: Session, job_id: str, new: NewStep) -> None:
-        values: dict[str, Any] = {
-            "stage": new.stage,
-            "key": new.key,
-            "attempt": new.attempt,
-            "queue": new.queue,
-            "input": new.input,
-        }
-        created = self.now(session)
-        session.execute(insert(STEP).values(**values, job_id=job_id, state="ready", takeovers=0, created_at=created))
+    def _add(self, session: Session, job_id: str, new: NewStep) -> Step:
+        step_id = session.execute(
+            insert(STEP)
+            .values(
+                job_id=job_id,
+                stage=new.stage,
+                key=new.key,
+                attempt=new.attempt,
+                queue=new.queue,
+                input=new.input,
+                state="ready",
+                takeovers=0,
+                created_at=self.now(session),
+            )
+            .returning(STEP.c.id)
+        ).scalar_one()
         data = {"state": "ready", "attempt": new.attempt}
         self.append(session, job_id, [NewEvent(kind="step", stage=new.stage, key=new.key, data=data)])
+        return session.get_one(Step, step_id)
 
     def _cancel_ready(self, session: Session, job_id: str) -> None:
         rows = session.execute(

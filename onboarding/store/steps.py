@@ -127,26 +127,26 @@ class StepStore(JobStore):
             problem: problem+json members, for ``failed``.
 
         Returns:
-            The job's steps that are ready now (send a hint for each), or None: the lease was lost, nothing was written.
+            The steps it made ready (send a hint for each), or None: the lease was lost, nothing was written.
         """
         with self.writing() as session:
             return self._finish(session, step_id, owner, state, result, problem)
 
-    def release_step(self, step_id: int, owner: str) -> Step | None:
-        """Give a step back unfinished because its runner is shutting down: ready again at once, as the same attempt."""
+    def release_step(self, step_id: int, owner: str) -> list[Step] | None:
+        """Give a step back unfinished because its runner is shutting down: ready again at once, as the same attempt.
+
+        Returns:
+            The steps it made ready; None: the lease was lost.
+        """
         with self.writing() as session:
             step = self._own(session, step_id, owner)
-            if step is None:
-                return None
-            self._make_ready(session, step, takeovers=step.takeovers)
-            self._advance(session, step.job_id)
-            return step
+            return None if step is None else self._make_ready(session, step, takeovers=step.takeovers)
 
     def step_died(self, step_id: int, owner: str, reason: str) -> list[Step] | None:
         """Record that a step's process died without a result: the same attempt is tried again, a few times.
 
         Returns:
-            Steps that are ready now; None: the lease was lost.
+            The steps it made ready; None: the lease was lost.
         """
         with self.writing() as session:
             step = self._own(session, step_id, owner)
@@ -156,7 +156,7 @@ class StepStore(JobStore):
         """Make steps ready again whose lease has run out (their runner died or hangs).
 
         Returns:
-            Steps that are ready now.
+            The steps it made ready.
         """
         with self.reading() as session:
             expired = (STEP.c.state == "running") & (STEP.c.lease_until < self.now(session))
@@ -223,8 +223,7 @@ class StepStore(JobStore):
             return None
         step = session.get_one(Step, step_id, populate_existing=True)
         self._tell(session, step, state)
-        self._advance(session, job_id)
-        return [step for step in self._steps(session, job_id) if step.state == "ready"]
+        return self._advance(session, job_id)
 
     def _take_over(self, session: Session, step: Step, reason: str) -> list[Step]:
         job = self._job(session, step.job_id)
@@ -239,11 +238,9 @@ class StepStore(JobStore):
                 status=500,
             )
             return self._finish(session, step.id, step.lease_owner, "failed", None, problem.to_dict()) or []
-        self._make_ready(session, step, takeovers=step.takeovers + 1, reason=reason)
-        self._advance(session, step.job_id)
-        return [again for again in self._steps(session, step.job_id) if again.state == "ready"]
+        return self._make_ready(session, step, takeovers=step.takeovers + 1, reason=reason)
 
-    def _make_ready(self, session: Session, step: Step, *, takeovers: int, **data: Any) -> None:
+    def _make_ready(self, session: Session, step: Step, *, takeovers: int, **data: Any) -> list[Step]:
         session.execute(
             update(STEP)
             .where(STEP.c.id == step.id, STEP.c.state == "running", STEP.c.lease_owner == step.lease_owner)
@@ -251,6 +248,10 @@ class StepStore(JobStore):
         )
         session.refresh(step)
         self._tell(session, step, "ready", takeovers=takeovers, **data)
+        # The job may have begun to end meanwhile: then the planner drops what is ready.
+        self._advance(session, step.job_id)
+        session.refresh(step)
+        return [step] if step.state == "ready" else []
 
     def _tell(self, session: Session, step: Step, state: str, **data: Any) -> None:
         """Append the event of a step's new state."""
