@@ -12,6 +12,7 @@ import ast
 import importlib
 from typing import Any, Literal, TypedDict
 
+from langchain_core.runnables import RunnableConfig
 from langgraph.graph import END, START, StateGraph
 from langgraph.graph.state import CompiledStateGraph
 
@@ -51,24 +52,23 @@ def run_step(context: StageContext) -> StageResult:
         Problem: the step failed for a reason that a user should see.
         StageSkipped: the stage has nothing that it can honestly do here.
     """
-    config = {"configurable": {"thread_id": f"{context.job_id}:{context.key}"}}
+    config: RunnableConfig = {"configurable": {"thread_id": f"{context.job_id}:{context.key}"}}
     with open_checkpointer(context.settings) as saver:
         graph = build(context).compile(checkpointer=saver)
         stored = graph.get_state(config).values
+        # durability "sync": a node's answer is on disk before the next node starts, so a kill cannot lose it.
         same_step = stored.get("stage") == context.stage and stored.get("attempt") == context.attempt
         if same_step and _ended(stored):
             final = stored
         elif same_step:
-            final = graph.invoke(None, config)
+            final = graph.invoke(None, config, durability="sync")
         else:
-            final = graph.invoke(_entry(context, stored), config)
+            final = graph.invoke(_entry(context, stored), config, durability="sync")
         if same_step and not _ended(final):
             # Killed between two checkpoint writes: nothing is next although the step did not end. Enter again.
-            final = graph.invoke(_entry(context, final), config)
+            final = graph.invoke(_entry(context, final), config, durability="sync")
     if not _ended(final) or final.get("result") is None:
-        raise Problem(
-            "search-without-outcome", "kernel search ended without an outcome", f"operator {context.key}"
-        )
+        raise Problem("search-without-outcome", "kernel search ended without an outcome", f"operator {context.key}")
     return RESULTS[context.stage].model_validate(final["result"])
 
 
@@ -101,9 +101,7 @@ def _entry(context: StageContext, stored: dict[str, Any]) -> State:
     gaps = context.load_result("gaps", "") or {}
     specs = {row["digest"]: row["spec"] for row in gaps.get("rows", []) if row.get("spec")}
     if context.key not in specs:
-        raise Problem(
-            "unknown-operator", f"no operator spec {context.key} in the gap analysis", "run gaps again"
-        )
+        raise Problem("unknown-operator", f"no operator spec {context.key} in the gap analysis", "run gaps again")
     return State(
         stage=context.stage,
         attempt=context.attempt,
@@ -123,11 +121,7 @@ def _entry_node(state: State) -> Literal["propose", "judge", "tune"]:
 
 def _ended(state: dict[str, Any]) -> bool:
     outcome = state.get("outcome")
-    return (
-        outcome is not None
-        and outcome["stage"] == state.get("stage")
-        and outcome["attempt"] == state.get("attempt")
-    )
+    return outcome is not None and outcome["stage"] == state.get("stage") and outcome["attempt"] == state.get("attempt")
 
 
 class _Nodes:
@@ -155,9 +149,7 @@ class _Nodes:
         move = self._move(state)
         if move.action == "give_up":
             raise Problem("search-gave-up", f"the {self.context.policy.name} policy gave up", move.reason)
-        return {
-            "move": {"action": move.action, "reason": move.reason, "template_options": move.template_options}
-        }
+        return {"move": {"action": move.action, "reason": move.reason, "template_options": move.template_options}}
 
     def generate(self, state: State) -> dict[str, Any]:
         """Write the candidate."""

@@ -47,8 +47,8 @@ def verdict_paragraph(facts: Facts) -> str:
     worst = max((k.verdict.worst_share for k in facts.shipped if k.verdict is not None), default=0.0)
     curve = "inside its band" if align.inside_band else "outside its band"
     return (
-        f"{a.name} ({si(a.census.total)} parameters, {si(a.census.active)} active) has {len(facts.gaps.gaps)} operators "
-        f"without a fast provider, {percent(_gap_share(facts))} of the projected step. {shipped} of them ship with a "
+        f"{a.name} ({si(a.census.total)} parameters, {si(a.census.active)} active) has {len(facts.gaps.gaps)} "
+        f"operators without a fast provider, {percent(_gap_share(facts))} of the projected step. {shipped} of them ship with a "
         f"kernel that the judge accepted (level: {level}; worst error {worst:.2f} of its tolerance). On the reduced "
         f"twin every layer stays within {align.worst_share:.2f} of its tolerance, and the loss curve over "
         f"{len(align.curves.steps)} steps is {curve} (p = {align.p_value:.2f})."
