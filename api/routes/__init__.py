@@ -1,0 +1,1 @@
+"""Thin routes: read the request, call one function, shape the answer."""
