@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 
 from celery import Celery
-from kombu import Queue
-from kombu.exceptions import OperationalError
+from kombu import Exchange, Queue
+from kombu.exceptions import ChannelError, OperationalError
 
 from onboarding.pipeline import QUEUES
 from onboarding.settings import Settings
@@ -34,7 +34,7 @@ def make_app(settings: Settings) -> Celery:
         task_serializer="json",
         task_ignore_result=True,
         task_acks_late=False,
-        task_queues=[Queue(name) for name in QUEUES],
+        task_queues=[Queue(name, Exchange(name), routing_key=name) for name in QUEUES],
         task_create_missing_queues=False,
         task_default_queue=QUEUES[0],
         worker_prefetch_multiplier=1,
@@ -85,4 +85,7 @@ def waiting(queue: str) -> int:
     """
     with app.connection_for_write() as connection:
         connection.ensure_connection(max_retries=1, interval_start=0, timeout=2)
-        return int(connection.default_channel.queue_declare(queue, passive=True).message_count)
+        try:
+            return int(connection.default_channel.queue_declare(queue, passive=True).message_count)
+        except ChannelError:  # an empty queue is no queue to this broker
+            return 0

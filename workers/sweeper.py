@@ -6,7 +6,7 @@ import logging
 import threading
 from collections import defaultdict
 
-from kombu.exceptions import ChannelError, OperationalError
+from kombu.exceptions import OperationalError
 from sqlalchemy.exc import SQLAlchemyError
 
 from onboarding.settings import Settings
@@ -41,7 +41,7 @@ class Sweeper(threading.Thread):
                 self.sweep()
             except SQLAlchemyError as error:
                 log.warning("the database did not answer: %s", error)
-            except (OperationalError, ChannelError, OSError) as error:
+            except (OperationalError, OSError) as error:
                 log.warning("the broker did not answer: %s", error)
 
     def stop(self) -> None:
