@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from pydantic import ValidationError
 
+from api.dashboard.formats import STATE_WORDS
 from api.views import JobDetail, job_detail, newest_attempts
 from onboarding.context import StageResult
 from onboarding.records import Artifact, Job, Step
@@ -49,7 +50,7 @@ class Kernel:
         newest = list(self.steps.values())[-1] if self.steps else None
         if newest is None:
             return "waiting"
-        return "failed" if newest.state == "failed" else f"{newest.stage}: {newest.state}"
+        return "failed" if newest.state == "failed" else f"{newest.stage} {STATE_WORDS[newest.state]}"
 
 
 class JobFacts:

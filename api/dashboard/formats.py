@@ -5,6 +5,18 @@ from __future__ import annotations
 import math
 from datetime import datetime
 
+STATE_WORDS = {
+    "waiting": "waiting",
+    "queued": "queued",
+    "ready": "queued",
+    "running": "running",
+    "succeeded": "ok",
+    "skipped": "skipped",
+    "failed": "failed",
+    "cancelled": "cancelled",
+}
+"""States of jobs, stages and steps as they are shown."""
+
 UNITS = ((1e15, "P"), (1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
 
 

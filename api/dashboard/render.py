@@ -20,17 +20,6 @@ from onboarding.pictures.strip import colours, layer_strip
 HERE = Path(__file__).parent
 STATIC = HERE / "static"
 
-STATE_WORDS = {
-    "waiting": "waiting",
-    "queued": "queued",
-    "ready": "queued",
-    "running": "running",
-    "succeeded": "ok",
-    "skipped": "skipped",
-    "failed": "failed",
-    "cancelled": "cancelled",
-}
-
 
 @lru_cache(maxsize=1)
 def static_files() -> dict[str, Path]:
@@ -69,7 +58,7 @@ def environment() -> Environment:
         formats.clock,
     ):
         env.filters[function.__name__] = function
-    env.filters["state_word"] = lambda state: STATE_WORDS.get(state, state)
+    env.filters["state_word"] = lambda state: formats.STATE_WORDS.get(state, state)
     env.filters["map_product"] = lambda blocks, name: [getattr(block, name) * len(block.layers) for block in blocks]
     env.globals["asset"] = asset
     env.globals["layer_strip"] = lambda architecture: Markup(layer_strip(architecture))

@@ -53,7 +53,7 @@ def read_log(
     attempt: Annotated[int | None, Query(ge=1)] = None,
     download: bool = False,
 ) -> PlainTextResponse:
-    """A part of a step's log as text. ``Onboard-Next-Offset`` says where to go on; negative offsets count from the end."""
+    """A part of a log as text; ``Onboard-Next-Offset`` says where to go on. A negative offset counts from the end."""
     if attempt is None:
         steps = services.store.steps(job.id)
         attempt = max((step.attempt for step in steps if step.stage == stage and step.key == key), default=1)
