@@ -15,7 +15,7 @@ GATE_UP_LAYOUTS = ("concatenated", "interleaved")
 class Spec(OperatorSpec):
     """y_t = sum_j s_tj W2_e (act(W1_e x_t)), e = index_tj; routing itself is not part of it.
 
-    An index equal to ``experts`` (or larger, or negative) means "no expert": the slot adds nothing and gets no gradient.
+    An index equal to ``experts`` (or larger, or negative) means "no expert": the slot adds nothing, gets no gradient.
     """
 
     family: ClassVar[str] = "moe"
@@ -45,7 +45,7 @@ class Spec(OperatorSpec):
             raise ValueError(f"top_k {self.top_k} exceeds experts {self.experts}")
 
     def inputs(self) -> tuple[TensorRole, ...]:
-        """x [T, D], index [T, K] int64, scores [T, K], gate_up [E, 2I, D], down [E, D, I], then biases [E, 2I], [E, D]."""
+        """x [T, D], index [T, K] int64, scores [T, K], gate_up [E, 2I, D], down [E, D, I], biases [E, 2I], [E, D]."""
         roles = [
             TensorRole(name="x"),
             TensorRole(name="index", differentiable=False),

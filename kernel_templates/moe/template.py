@@ -1,13 +1,15 @@
 """Routed gated experts in Triton: sort, grouped GEMMs on ragged rows, weighted sum; forward and backward.
 
-Legend for shapes: T tokens, K slots a token (top-k), E experts, D hidden, I expert width, R = T K routed slots. A *slot*
-is t K + j. A *row* is a slot's place after the stable sort by expert; rows of expert e are offsets[e] .. offsets[e + 1].
-Slots without an expert (index negative or >= E) have no row: ``inverse`` is -1 there and they add nothing.
-N "features" are a weight's outputs, for gate_up both halves: f = i, I + i (concatenated) or 2 i, 2 i + 1 (interleaved);
-stored intermediates ``h`` and ``dh`` [R, 2I] keep the weight's own order of features.
+Legend for shapes: T tokens, K slots a token (top-k), E experts, D hidden, I expert width (WIDTH in kernels), R = T K
+slots. A *slot* is t K + j. A *row* is a slot's place after the stable sort by expert; rows of expert e are offsets[e]
+to offsets[e + 1]. Slots without an expert (index negative or >= E) have no row: ``inverse`` is -1 there and they add
+nothing. *Features* are a weight's outputs, for gate_up both halves: i and I + i (concatenated), or 2 i and 2 i + 1
+(interleaved); stored intermediates ``h`` and ``dh`` [R, 2I] keep the weight's own order of features. Suffixes of tiles:
+M rows of one expert, N features, K depth of a product, R rows that are summed over, P and Q sides of a weight gradient,
+T tokens, S slots.
 
 Everything that depends on the routing is decided on the device: the host never learns a count. Row-tiled kernels run a
-grid of ``tile bound x feature tiles``; a program past the last tile leaves at once. Sums run in a fixed order, so two runs
+grid of tile bound x feature tiles; a program past the last tile leaves at once. Sums run in a fixed order, so two runs
 agree bitwise. Formulas and the identity for the gradient of the scores: README.md.
 """
 
@@ -78,16 +80,16 @@ def _tile_kernel(
 
 
 @triton.jit
-def _gate_up_features(tile, I: tl.constexpr, BLOCK_N: tl.constexpr, INTERLEAVED: tl.constexpr):
+def _gate_up_features(tile, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, INTERLEAVED: tl.constexpr):
     """The 2 BLOCK_N features of a tile of BLOCK_N gate/up pairs, and which of them exist."""
     place = tl.arange(0, 2 * BLOCK_N)
     if INTERLEAVED:
         feature = tile * (2 * BLOCK_N) + place
-        exists = feature < 2 * I
+        exists = feature < 2 * WIDTH
     else:
         pair = tile * BLOCK_N + place % BLOCK_N
-        feature = pair + (place // BLOCK_N) * I
-        exists = pair < I
+        feature = pair + (place // BLOCK_N) * WIDTH
+        exists = pair < WIDTH
     return feature, exists
 
 
@@ -141,7 +143,7 @@ def _activation(x, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr):
 
 
 @triton.jit
-def _mark_clamped(h_MN, feature, I: tl.constexpr, INTERLEAVED: tl.constexpr, LIMIT: tl.constexpr):
+def _mark_clamped(h_MN, feature, WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr, LIMIT: tl.constexpr):
     """h with clamped values at twice the limit, so that rounding to the storage dtype cannot move one across it.
 
     Backward only asks on which side a clamped value was; a crossing would pass or stop its gradient wrongly.
@@ -149,7 +151,7 @@ def _mark_clamped(h_MN, feature, I: tl.constexpr, INTERLEAVED: tl.constexpr, LIM
     if INTERLEAVED:
         is_up = feature % 2 == 1
     else:
-        is_up = feature >= I
+        is_up = feature >= WIDTH
     h_MN = tl.where(h_MN > LIMIT, 2 * LIMIT, h_MN)
     return tl.where(is_up[None, :] & (h_MN < -LIMIT), -2 * LIMIT, h_MN)
 
@@ -194,7 +196,7 @@ def _row_tile_product(
     DEPTH: tl.constexpr, W_DEPTH_STRIDE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr,
 ):  # fmt: skip
-    """sum_k A[m, k] W[n, k] in fp32 [BLOCK_M, BLOCK_N]; a_row [BLOCK_M] and w_feature [BLOCK_N] are pointers at k = 0."""
+    """sum_k A[m, k] W[n, k] in fp32 [BLOCK_M, BLOCK_N]; a_row [BLOCK_M], w_feature [BLOCK_N] are pointers at k = 0."""
     acc_MN = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k in range(0, DEPTH, BLOCK_K):
         depth = k + tl.arange(0, BLOCK_K)
@@ -217,13 +219,13 @@ def _row_tile_product(
 @triton.jit
 def _up_kernel(
     x, gate_up, bias, slot_of_row, offsets, tile_expert, tile_row, h, a,
-    K: tl.constexpr, D: tl.constexpr, I: tl.constexpr, W_FEATURE: tl.constexpr, W_DEPTH: tl.constexpr,
+    K: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, W_FEATURE: tl.constexpr, W_DEPTH: tl.constexpr,
     BIAS: tl.constexpr, INTERLEAVED: tl.constexpr,
     ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """h = gather(x) W1^T (+ b1) [R, 2I], a = gated(h) [R, I]. BLOCK_N counts gate/up pairs."""
-    TILES_N: tl.constexpr = (I + BLOCK_N - 1) // BLOCK_N
+    TILES_N: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
     program = tl.program_id(0)
     expert = tl.load(tile_expert + program // TILES_N)
     if expert < 0:
@@ -235,21 +237,21 @@ def _up_kernel(
     # rows past the expert's last are computed from its first row and not stored
     safe = tl.where(exists, row, start)
     token = tl.load(slot_of_row + safe) // K
-    feature, present = _gate_up_features(tile, I, BLOCK_N, INTERLEAVED)
-    weight = gate_up + expert.to(tl.int64) * (2 * I * D)
+    feature, present = _gate_up_features(tile, WIDTH, BLOCK_N, INTERLEAVED)
+    weight = gate_up + expert.to(tl.int64) * (2 * WIDTH * D)
     h_MN = _row_tile_product(
         x + token.to(tl.int64) * D, weight + feature * W_FEATURE, present,
-        D, W_DEPTH, BLOCK_M, 2 * BLOCK_N, BLOCK_K, I % BLOCK_N == 0,
+        D, W_DEPTH, BLOCK_M, 2 * BLOCK_N, BLOCK_K, WIDTH % BLOCK_N == 0,
     )  # fmt: skip
     if BIAS:
-        h_MN += tl.load(bias + expert * (2 * I) + feature, mask=present, other=0.0).to(tl.float32)[None, :]
+        h_MN += tl.load(bias + expert * (2 * WIDTH) + feature, mask=present, other=0.0).to(tl.float32)[None, :]
     wide = row.to(tl.int64)
     if LIMIT is None:
         kept_MN = h_MN
     else:
-        kept_MN = _mark_clamped(h_MN, feature, I, INTERLEAVED, LIMIT)
+        kept_MN = _mark_clamped(h_MN, feature, WIDTH, INTERLEAVED, LIMIT)
     tl.store(
-        h + wide[:, None] * (2 * I) + feature[None, :],
+        h + wide[:, None] * (2 * WIDTH) + feature[None, :],
         kept_MN.to(h.dtype.element_ty),
         mask=exists[:, None] & present[None, :],
     )
@@ -257,9 +259,9 @@ def _up_kernel(
     a_MN = _gated(gate_MN, up_MN, ACTIVATION, ALPHA, LIMIT, UP_OFFSET)
     column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     tl.store(
-        a + wide[:, None] * I + column[None, :],
+        a + wide[:, None] * WIDTH + column[None, :],
         a_MN.to(a.dtype.element_ty),
-        mask=exists[:, None] & (column < I)[None, :],
+        mask=exists[:, None] & (column < WIDTH)[None, :],
     )
 
 
@@ -299,27 +301,27 @@ def _rows_kernel(
 @triton.jit
 def _hidden_grad_columns(
     da_MN, tile, row, exists, score, h, dh, weighted_a,
-    I: tl.constexpr, INTERLEAVED: tl.constexpr,
+    WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr,
     ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
     NEED_DH: tl.constexpr, NEED_A: tl.constexpr, NEED_SCORES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Stores dh and s a for the columns of one tile of da' [BLOCK_M, BLOCK_N]; returns <da', a> by row."""
     wide = row.to(tl.int64)
-    feature, features_present = _gate_up_features(tile, I, BLOCK_N, INTERLEAVED)
-    h_at = wide[:, None] * (2 * I) + feature[None, :]
+    feature, features_present = _gate_up_features(tile, WIDTH, BLOCK_N, INTERLEAVED)
+    h_at = wide[:, None] * (2 * WIDTH) + feature[None, :]
     h_mask = exists[:, None] & features_present[None, :]
     h_MN = tl.load(h + h_at, mask=h_mask, other=0.0).to(tl.float32)
     gate_MN, up_MN = _split_pairs(h_MN, BLOCK_M, BLOCK_N, INTERLEAVED)
     dot_M = tl.zeros((BLOCK_M,), tl.float32)
     if NEED_A or NEED_SCORES:
         column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        inside = exists[:, None] & (column < I)[None, :]
+        inside = exists[:, None] & (column < WIDTH)[None, :]
         a_MN = _gated(gate_MN, up_MN, ACTIVATION, ALPHA, LIMIT, UP_OFFSET)
         if NEED_SCORES:
             dot_M = tl.sum(tl.where(inside, da_MN * a_MN, 0.0), 1)
         if NEED_A:
-            a_at = weighted_a + wide[:, None] * I + column[None, :]
+            a_at = weighted_a + wide[:, None] * WIDTH + column[None, :]
             tl.store(a_at, (score[:, None] * a_MN).to(weighted_a.dtype.element_ty), mask=inside)
     if NEED_DH:
         dgate_MN, dup_MN = _gated_backward(
@@ -333,7 +335,7 @@ def _hidden_grad_columns(
 @triton.jit(do_not_specialize=["slots"])
 def _hidden_grad_kernel(
     dy, down, h, scores, slot_of_row, offsets, tile_expert, tile_row, dh, weighted_a, partial, slots,
-    K: tl.constexpr, D: tl.constexpr, I: tl.constexpr, W_FEATURE: tl.constexpr, W_DEPTH: tl.constexpr,
+    K: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, W_FEATURE: tl.constexpr, W_DEPTH: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
     NEED_DH: tl.constexpr, NEED_A: tl.constexpr, NEED_SCORES: tl.constexpr,
@@ -343,7 +345,7 @@ def _hidden_grad_kernel(
 
     With HALVES the epilogue takes the tile's columns in two parts: the whole tile needs more registers than there are.
     """
-    TILES_N: tl.constexpr = (I + BLOCK_N - 1) // BLOCK_N
+    TILES_N: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
     HALF: tl.constexpr = BLOCK_N // 2
     program = tl.program_id(0)
     expert = tl.load(tile_expert + program // TILES_N)
@@ -356,23 +358,24 @@ def _hidden_grad_kernel(
     slot = tl.load(slot_of_row + tl.where(exists, row, start))
     column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     da_MN = _row_tile_product(
-        dy + (slot // K).to(tl.int64) * D, down + expert.to(tl.int64) * (D * I) + column * W_FEATURE, column < I,
-        D, W_DEPTH, BLOCK_M, BLOCK_N, BLOCK_K, I % BLOCK_N == 0,
+        dy + (slot // K).to(tl.int64) * D,
+        down + expert.to(tl.int64) * (D * WIDTH) + column * W_FEATURE, column < WIDTH,
+        D, W_DEPTH, BLOCK_M, BLOCK_N, BLOCK_K, WIDTH % BLOCK_N == 0,
     )  # fmt: skip
     score = tl.load(scores + slot).to(tl.float32)
     if HALVES:
         left_MN, right_MN = tl.split(tl.permute(tl.reshape(da_MN, (BLOCK_M, 2, HALF)), (0, 2, 1)))
         dot_M = _hidden_grad_columns(
-            left_MN, 2 * tile, row, exists, score, h, dh, weighted_a, I, INTERLEAVED,
+            left_MN, 2 * tile, row, exists, score, h, dh, weighted_a, WIDTH, INTERLEAVED,
             ACTIVATION, ALPHA, LIMIT, UP_OFFSET, NEED_DH, NEED_A, NEED_SCORES, BLOCK_M, HALF,
         )  # fmt: skip
         dot_M += _hidden_grad_columns(
-            right_MN, 2 * tile + 1, row, exists, score, h, dh, weighted_a, I, INTERLEAVED,
+            right_MN, 2 * tile + 1, row, exists, score, h, dh, weighted_a, WIDTH, INTERLEAVED,
             ACTIVATION, ALPHA, LIMIT, UP_OFFSET, NEED_DH, NEED_A, NEED_SCORES, BLOCK_M, HALF,
         )  # fmt: skip
     else:
         dot_M = _hidden_grad_columns(
-            da_MN, tile, row, exists, score, h, dh, weighted_a, I, INTERLEAVED,
+            da_MN, tile, row, exists, score, h, dh, weighted_a, WIDTH, INTERLEAVED,
             ACTIVATION, ALPHA, LIMIT, UP_OFFSET, NEED_DH, NEED_A, NEED_SCORES, BLOCK_M, BLOCK_N,
         )  # fmt: skip
     if NEED_SCORES:
@@ -500,7 +503,7 @@ def _score_grad_kernel(
     K: tl.constexpr, D: tl.constexpr, TILES: tl.constexpr, BIAS: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """dscores[slot] = sum over tiles of the partial sums (+ <dy_t, b2_e>); exactly zero for a slot without an expert."""
+    """dscores[slot] = sum over tiles of the partial sums (+ <dy_t, b2_e>); zero for a slot without an expert."""
     slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(inverse + slot, mask=slot < slots, other=-1)
     present = row >= 0
@@ -522,14 +525,18 @@ def _score_grad_kernel(
 
 
 def bucket(tensors, spec):
-    """Sizes by which a configuration is chosen: mean rows an expert, hidden and expert width."""
+    """Sizes by which a configuration is chosen: mean rows an expert, hidden and expert width; fp32 stands far apart."""
     experts = tensors["gate_up"].shape[0]
     if spec.transposed:
         intermediate = tensors["down"].shape[1]
     else:
         intermediate = tensors["down"].shape[2]
     rows = -(-tensors["index"].numel() // experts)
-    return {"rows": rows, "hidden": tensors["x"].shape[1], "intermediate": intermediate}
+    if tensors["x"].element_size() > 2:
+        fp32 = 1 << 16
+    else:
+        fp32 = 1
+    return {"rows": rows, "hidden": tensors["x"].shape[1], "intermediate": intermediate, "fp32": fp32}
 
 
 def outputs_like(tensors, spec, config):
@@ -616,7 +623,7 @@ def forward(tensors, spec, config):
         a,
         K=top_k,
         D=hidden,
-        I=intermediate,
+        WIDTH=intermediate,
         W_FEATURE=up_strides[0],
         W_DEPTH=up_strides[1],
         BIAS=spec.bias,
@@ -711,7 +718,7 @@ def backward(tensors, saved, grads, needs, spec, config):
             slots,
             K=top_k,
             D=hidden,
-            I=intermediate,
+            WIDTH=intermediate,
             W_FEATURE=down_strides[1],
             W_DEPTH=down_strides[0],
             INTERLEAVED=spec.gate_up_layout == "interleaved",
