@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pydantic import Field
+
 from onboarding.architecture import Record
 from onboarding.context import StageResult
 
@@ -52,9 +54,11 @@ class AlignResult(StageResult):
     """Two-sided test of zero mean difference of the curves."""
     swapped: dict[str, int]
     """Operator spec digest -> module instances that ran on its kernel in the twin; all must be at least 1."""
-    dropped: list[str] = []
-    """Digests left to torch after a bisection."""
-    culprits: list[str] = []
+    dropped: list[str] = Field(default_factory=list)
+    """Digests left to torch: found guilty by an earlier bisection, or never called by the twin and so not proven."""
+    culprits: list[str] = Field(default_factory=list)
     """For ``misaligned``: digests found guilty by bisection."""
+    notes: list[str] = Field(default_factory=list)
+    """What a reader should know: kernels that the twin never calls, tokens routed otherwise, calls not covered."""
     corpus: str
     seconds: float
