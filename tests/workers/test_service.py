@@ -6,7 +6,6 @@ import signal
 import time
 
 import psutil
-import pytest
 from toy_service import Toy, until
 
 EVERY_STEP = sorted(
