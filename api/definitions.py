@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import json
-import tarfile
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,17 +51,6 @@ class Submission:
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
-def pack(files: dict[str, bytes]) -> bytes:
-    """Files as a tar whose bytes depend on names and contents alone."""
-    out = io.BytesIO()
-    with tarfile.open(fileobj=out, mode="w", format=tarfile.PAX_FORMAT) as tar:
-        for name in sorted(files):
-            member = tarfile.TarInfo(name)
-            member.size = len(files[name])
-            tar.addfile(member, io.BytesIO(files[name]))
-    return out.getvalue()
-
-
 def prepare(source: dict[str, bytes] | bytes, name: str | None, options: JobOptions) -> Submission:
     """Check a definition and bring it into the form in which it is stored.
 
@@ -71,14 +58,13 @@ def prepare(source: dict[str, bytes] | bytes, name: str | None, options: JobOpti
         Problem: the definition is refused.
     """
     checked = check_definition(source)
-    shown = (name or checked.name or checked.model_type)[:NAME_LENGTH]
-    alone = set(checked.files) == {"config.json"}
+    file_name, media_type, content = checked.stored()
     return Submission(
-        name=shown,
+        name=(name or checked.name or checked.model_type)[:NAME_LENGTH],
         model_type=checked.model_type,
-        file_name="config.json" if alone else "definition.tar",
-        media_type="application/json" if alone else "application/x-tar",
-        content=checked.files["config.json"] if alone else pack(checked.files),
+        file_name=file_name,
+        media_type=media_type,
+        content=content,
         options=options,
     )
 

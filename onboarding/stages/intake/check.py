@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from onboarding.examples import example_config, example_files, example_names
 from onboarding.problem import Problem
-from onboarding.stages.intake.archive import CAPS, Collector, is_archive, read_folder, too_large, unpack
+from onboarding.stages.intake.archive import CAPS, Collector, is_archive, normalised_tar, read_folder, too_large, unpack
 from onboarding.stages.intake.code import read_code
 from onboarding.stages.intake.config import check_fields, check_model_type, read_config
 
@@ -37,6 +37,12 @@ class CheckedDefinition:
     has_tokenizer: bool
     imports: tuple[str, ...] = ()
     suspicious: tuple[str, ...] = ()
+
+    def stored(self) -> tuple[str, str, bytes]:
+        """How a job keeps it: (file name, media type, content); ``config.json`` itself if that is all there is."""
+        if set(self.files) == {"config.json"}:
+            return "config.json", "application/json", self.files["config.json"]
+        return "definition.tar", "application/x-tar", normalised_tar(self.files)
 
 
 def content_digest(files: dict[str, bytes]) -> str:

@@ -1,0 +1,122 @@
+"""Tables of the command line."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from api.cli.live import STYLES
+from api.dashboard.formats import STATE_WORDS, count, duration, percent
+
+KIND_STYLES = (
+    "black on bright_cyan",
+    "black on yellow",
+    "white on dark_green",
+    "black on magenta",
+    "black on bright_yellow",
+)
+STRIP_WIDTH = 32
+
+
+def plain(*columns: str, right: tuple[str, ...] = ()) -> Table:
+    """A table without lines."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for name in columns:
+        table.add_column(name, justify="right" if name in right else "left", overflow="fold")
+    return table
+
+
+def jobs_table(jobs: list[dict[str, Any]]) -> Table:
+    """Jobs, one a row."""
+    table = plain("job", "model", "state", "profile", "elapsed", "submitted", right=("elapsed",))
+    for job in jobs:
+        word = STATE_WORDS.get(job["state"], job["state"])
+        when = job["created_at"][:16].replace("T", " ")
+        cells = (job["id"], job["name"], "", job["profile"], duration(job["elapsed_s"]), when)
+        texts = [Text(cell) for cell in cells]
+        texts[2] = Text(word, style=STYLES.get(word, ""))
+        table.add_row(*texts)
+    return table
+
+
+def strip(architecture: dict[str, Any]) -> Text:
+    """The layers in order, coloured by kind, lettered so that colour is never the only sign."""
+    letters = list(dict.fromkeys(architecture["strip"]))
+    text = Text()
+    for index, letter in enumerate(architecture["strip"]):
+        if index and index % STRIP_WIDTH == 0:
+            text.append("\n")
+        text.append(f" {letter} ", style=KIND_STYLES[letters.index(letter) % len(KIND_STYLES)])
+    return text
+
+
+def blocks_table(architecture: dict[str, Any]) -> Table:
+    """Block kinds with their shares."""
+    blocks = architecture["blocks"]
+    flops = sum(b["flops"] * len(b["layers"]) for b in blocks) or 1.0
+    moved = sum(b["bytes_moved"] * len(b["layers"]) for b in blocks) or 1.0
+    right = ("blocks", "parameters", "active", "FLOPs", "bytes")
+    table = plain("kind", "mixer", "feed-forward", *right, "marks", right=right)
+    for b in blocks:
+        n = len(b["layers"])
+        marks = [("state along the sequence", "sequence_dependent"), ("sparse access", "sparse_memory_access")]
+        cells = (
+            b["letter"],
+            b["mixer"],
+            b["feed_forward"],
+            str(n),
+            count(b["parameters"]),
+            count(b["active_parameters"]),
+            percent(b["flops"] * n / flops),
+            percent(b["bytes_moved"] * n / moved),
+            ", ".join(word for word, name in marks if b[name]),
+        )
+        table.add_row(*(Text(cell) for cell in cells))
+    return table
+
+
+def gaps_table(gaps: dict[str, Any]) -> Table:
+    """Gaps, largest share of the step first."""
+    table = plain("gap", "share", "now", "floor", "provider today", right=("share", "now", "floor"))
+    rows = sorted((row for row in gaps["rows"] if row["gap"]), key=lambda row: -row["share_time"])
+    for row in rows:
+        now, floor = f"{row['provider_ms']:.3g} ms", f"{row['floor_ms']:.3g} ms"
+        cells = (row["name"], percent(row["share_time"]), now, floor, row["provider"])
+        table.add_row(*(Text(cell) for cell in cells))
+    return table
+
+
+def parse_view(outcome: dict[str, Any]) -> RenderableType:
+    """Strip, blocks, gaps, what is new, warnings."""
+    a = outcome["parse"]["architecture"]
+    census = a["census"]
+    head = Text.assemble(
+        (a["name"], "bold"),
+        f"  {a['class_name']}  {a['num_layers']} layers  {count(census['total'])} parameters, "
+        f"{count(census['active'])} active  {'tied' if census['tied_embeddings'] else 'untied'} embeddings",
+    )
+    roles = plain("role", "parameters", "share", right=("parameters", "share"))
+    for role, n in sorted(census["by_role"].items(), key=lambda item: -item[1]):
+        roles.add_row(Text(role), count(n), percent(n / census["total"]))
+    parts: list[RenderableType] = [head, "", strip(a), "", blocks_table(a), "", roles]
+    if outcome["gaps"] is not None:
+        gaps = outcome["gaps"]
+        where = f"projection for {gaps['target']} at {gaps['sequence_length']} tokens"
+        parts += ["", gaps_table(gaps) if gaps["gaps"] else Text("no gaps"), Text(where, style="dim")]
+    lines = [("new", name) for name in a["novel"]] + [("warning", line) for line in a["warnings"]]
+    lines += [("partial", reason) for reason in outcome["reasons"]]
+    if lines:
+        parts += ["", *(Text.assemble((f"{word}  ", "yellow"), line) for word, line in lines)]
+    return Group(*parts)
+
+
+def doctor_table(checks: list[dict[str, Any]]) -> Table:
+    """What this machine has, and what that allows."""
+    table = plain("", "what", "found", "allows")
+    for check in checks:
+        mark = Text("ok", style="green") if check["ok"] else Text("no", style="yellow")
+        table.add_row(mark, Text(check["name"]), Text(check["detail"]), Text(check["allows"]))
+    return table
