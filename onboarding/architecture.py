@@ -49,6 +49,11 @@ class OperatorUse(Record):
     """Forward FLOPs of all its calls at the architecture's ``sequence_length``."""
     bytes_moved: float
     """Forward byte floor of all its calls."""
+    eager_operators: int = 0
+    """Plain torch operators, forward and backward of all calls, that transformers' own code runs for it."""
+    eager_flops: float = 0.0
+    eager_bytes: float = 0.0
+    """Bytes that those operators move: what serving it without a kernel costs."""
 
 
 class GraphOperator(Record):
@@ -64,6 +69,10 @@ class GraphOperator(Record):
     """Over the whole model: calls per block times blocks."""
     flops: float
     bytes_moved: float
+    use: str = ""
+    """Digest of the operator spec that this row is a part of; empty where torch serves it."""
+    matmul: bool = False
+    """Runs on matrix units."""
 
 
 class BlockKind(Record):

@@ -1,0 +1,199 @@
+"""The whole parse as one function: configuration in, architecture out."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from onboarding.architecture import Architecture, BlockKind, GraphOperator
+from onboarding.problem import Problem
+from onboarding.stages.parse.build import build_config, build_model
+from onboarding.stages.parse.census import block_parameters, count_parameters
+from onboarding.stages.parse.describe import feed_forward_words, kind_mixers, letters_for
+from onboarding.stages.parse.eager import eager_costs
+from onboarding.stages.parse.roles import AUDIO, VISION, ModelRoles, find_roles
+from onboarding.stages.parse.structure import Structure, find_structure
+from onboarding.stages.parse.trace import Operation, Trace, trace_model
+from onboarding.stages.parse.uses.propose import Proposals, propose_uses
+
+SHOWN_TENSORS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parsed:
+    """A parsed model with the objects that it was read from."""
+
+    architecture: Architecture
+    model: nn.Module
+    config: Any
+    structure: Structure
+    roles: ModelRoles
+    trace: Trace
+
+
+def analyse(config: dict[str, Any], *, tokens: int, name: str = "") -> Parsed:
+    """Parse a ``config.json`` at its full published size, with no weights in memory.
+
+    Args:
+        config: its content.
+        tokens: sequence length at which FLOPs and bytes are counted, batch 1.
+        name: what to call the model.
+
+    Raises:
+        Problem: what cannot be built or traced, and why.
+    """
+    built = build_config(config)
+    model, mode, notes = build_model(built)
+    try:
+        structure = find_structure(model, built)
+    except LookupError as error:
+        raise Problem("no-decoder-layers", f"{type(model).__name__}: {error}", "only layered decoders are onboarded") from None
+    trace = trace_model(model, mode, structure, tokens)
+    roles = find_roles(model, structure, trace)
+    proposals = propose_uses(model, structure, roles, trace)
+    owners = owner_of_operations(trace, proposals)
+    eager_costs(proposals.uses, trace, owners, lambda op: _repeats(roles, op))
+    blocks, strip = _blocks(roles, trace)
+    census = count_parameters(model, built, roles)
+    embedding = model.get_input_embeddings()  # type: ignore[operator]
+    warnings = [*notes, *trace.notes, *_warnings(built, model, trace), *proposals.warnings]
+    architecture = Architecture(
+        name=name or str(config.get("model_type", "")),
+        model_type=str(built.model_type),
+        class_name=type(model).__name__,
+        sequence_length=tokens,
+        hidden_size=int(getattr(structure.text_config, "hidden_size", embedding.weight.shape[-1])),
+        vocab_size=int(embedding.weight.shape[0]),
+        num_layers=len(structure.layers),
+        strip=strip,
+        blocks=blocks,
+        census=census,
+        graph=_graph(roles, trace, owners, {i: b.letter for b in blocks for i in b.layers}),
+        uses=proposals.uses,
+        modality=_modality(census.by_role),
+        warnings=list(dict.fromkeys(warnings)),
+        novel=proposals.novel,
+    )
+    return Parsed(architecture=architecture, model=model, config=built, structure=structure, roles=roles, trace=trace)
+
+
+def _modality(by_role: dict[str, int]) -> str:
+    extra = [word for role, word in ((VISION, "image"), (AUDIO, "audio")) if by_role.get(role)]
+    return " + ".join(["text", *extra])
+
+
+def _repeats(roles: ModelRoles, operation: Operation) -> int:
+    """How often a traced operation happens in the whole model."""
+    index = roles.layer_of(operation.path)
+    return 1 if index is None else len(roles.structure.kind_of(index).layers)
+
+
+def owner_of_operations(trace: Trace, proposals: Proposals) -> list[str]:
+    """For each operation the digest of the operator spec that it is a part of, or an empty text."""
+    families = {use.digest: use.spec["family"] for use in proposals.uses}
+    owners = []
+    for operation in trace.operations:
+        digest, path = "", operation.path
+        while path and not digest:
+            digest = proposals.owner.get(path, "")
+            if digest and operation.leaf is None and families[digest] in ("linear_attention", "moe"):
+                digest = ""  # beside the marked function the module's other work is its own
+            if digest and families[digest] == "gated_activation" and operation.matmul:
+                digest = ""  # the projections stay torch's
+            if digest and operation.leaf is not None and families[digest] not in ("linear_attention", "moe"):
+                digest = ""
+            path = path.rpartition(".")[0]
+        owners.append(digest)
+    return owners
+
+
+def _blocks(roles: ModelRoles, trace: Trace) -> tuple[list[BlockKind], str]:
+    structure = roles.structure
+    mixers = kind_mixers(roles)
+    letters = letters_for(list(mixers.values()))
+    totals: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for operation in trace.operations:
+        index = roles.layer_of(operation.path)
+        if index is not None and operation.phase == "forward":
+            totals[index][0] += operation.flops
+            totals[index][1] += operation.bytes_moved
+    blocks = []
+    strip = [""] * len(structure.layers)
+    for kind in structure.kinds:
+        known = roles.by_kind[kind.first]
+        parameters, active = block_parameters(roles, kind.first)
+        called = [leaf for leaves in known.mixers.values() for leaf in leaves]
+        words = mixers[kind.first]
+        for index in kind.layers:
+            strip[index] = letters[words]
+        blocks.append(
+            BlockKind(
+                letter=letters[words],
+                mixer=words,
+                feed_forward=feed_forward_words(structure.layers[kind.first], known),
+                layers=list(kind.layers),
+                parameters=parameters,
+                active_parameters=active,
+                flops=totals[kind.first][0],
+                bytes_moved=totals[kind.first][1],
+                sequence_dependent=any(leaf.kind in ("linear_attention", "scan") for leaf in called),
+                sparse_memory_access=bool(known.experts) or any(leaf.facts.get("top_k") for leaf in called),
+            )
+        )
+    return blocks, "".join(strip)
+
+
+def _graph(roles: ModelRoles, trace: Trace, owners: list[str], letters: dict[int, str]) -> list[GraphOperator]:
+    rows: dict[tuple[Any, ...], list[float]] = {}
+    for operation, owner in zip(trace.operations, owners, strict=True):
+        index = roles.layer_of(operation.path)
+        repeats = _repeats(roles, operation)
+        key = (
+            operation.name,
+            _shapes(operation.shapes),
+            roles.role(operation.path),
+            "" if index is None else letters[index],
+            operation.phase,
+            owner,
+            operation.matmul,
+        )
+        row = rows.setdefault(key, [0.0, 0.0, 0.0])
+        row[0] += repeats
+        row[1] += repeats * operation.flops
+        row[2] += repeats * operation.bytes_moved
+    return [
+        GraphOperator(
+            name=key[0],
+            shapes=key[1],
+            role=key[2],
+            block=key[3],
+            phase=key[4],
+            use=key[5],
+            matmul=key[6],
+            count=int(count),
+            flops=flops,
+            bytes_moved=moved,
+        )
+        for key, (count, flops, moved) in rows.items()
+    ]
+
+
+def _shapes(shapes: tuple[tuple[int, ...], ...]) -> str:
+    shown = [("x".join(map(str, shape)) or "1") for shape in shapes[:SHOWN_TENSORS]]
+    return ", ".join([*shown, *(["..."] if len(shapes) > SHOWN_TENSORS else [])])
+
+
+def _warnings(config: Any, model: nn.Module, trace: Trace) -> list[str]:
+    notes = []
+    text = config.get_text_config()
+    if getattr(text, "router_aux_loss_coef", None) and not getattr(text, "output_router_logits", False):
+        notes.append("the auxiliary router loss has a coefficient but is off (output_router_logits is false)")
+    if not trace.backward:
+        notes.append("only the forward graph is known")
+    dropout = Counter(type(m).__name__ for m in model.modules() if isinstance(m, nn.Dropout) and m.p > 0)
+    if dropout:
+        notes.append("dropout is on in the published configuration")
+    return notes

@@ -1,0 +1,107 @@
+"""Counting parameters by role, and the parts of a checkpoint that the class does not build."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import nn
+
+from onboarding.architecture import Census
+from onboarding.stages.parse.roles import EXPERTS, ROLES, LayerRoles, ModelRoles
+
+_MTP_FIELD = re.compile(r"(nextn|mtp).*(layers|modules)|(layers|modules).*(nextn|mtp)")
+
+
+def top_k_share(layer: LayerRoles, config: Any, module: nn.Module) -> float:
+    """The share of a layer's routed experts that one token uses."""
+    if layer.experts_call is not None:
+        facts = layer.experts_call.facts
+        return float(facts["top_k"] / facts["experts"])
+    names = ("num_experts_per_tok", "moe_topk", "moe_top_k", "top_k_experts", "num_selected_experts")
+    used = next((v for n in names if isinstance(v := getattr(config, n, None), int)), None)
+    count = len(module) if isinstance(module, nn.ModuleList) else next(p.shape[0] for p in module.parameters())
+    return min(1.0, used / count) if used else 1.0
+
+
+def block_parameters(roles: ModelRoles, index: int) -> tuple[int, int]:
+    """Parameters of one decoder layer: all, and those that one token uses."""
+    layer, known = roles.structure.layers[index], roles.of_layer(index)
+    total = sum(p.numel() for p in layer.parameters())
+    routed = 0
+    share = 1.0
+    for path in known.experts:
+        module = layer.get_submodule(path)
+        routed += sum(p.numel() for p in module.parameters())
+        share = top_k_share(known, roles.structure.text_config, module)
+    return total, total - routed + round(routed * share)
+
+
+def multi_token_prediction(model: nn.Module, config: Any, roles: ModelRoles) -> dict[str, int]:
+    """Parameters of next-token-prediction layers that the published checkpoint holds and the class skips.
+
+    How many: the configuration's own count, or, where it is silent, the weights that the class says it ignores on
+    loading (``mtp.*``, or a layer past the last). What each holds, in every published layout: one decoder block with
+    full attention and the last feed-forward, a projection of [embedding; hidden] to hidden, and three norms.
+    """
+    count = _mtp_count(model, config, roles)
+    if not count:
+        return {}
+    structure = roles.structure
+    hidden = int(getattr(structure.text_config, "hidden_size", 0))
+    last = len(structure.layers) - 1
+    feed_forward = roles.of_layer(last).moe is not None
+    stateless = [
+        kind.layers[-1]
+        for kind in structure.kinds
+        if not any(leaf.kind == "linear_attention" for leaves in roles.by_kind[kind.first].mixers.values() for leaf in leaves)
+        and (roles.by_kind[kind.first].moe is not None) == feed_forward
+    ]
+    block = block_parameters(roles, max(stateless, default=last))[0]
+    return {"multi-token prediction": count * (block + 2 * hidden * hidden + 3 * hidden)}
+
+
+def _mtp_count(model: nn.Module, config: Any, roles: ModelRoles) -> int:
+    stated = [
+        value
+        for part in (config, roles.structure.text_config)
+        for name, value in vars(part).items()
+        if _MTP_FIELD.search(name) and isinstance(value, int) and not isinstance(value, bool)
+    ]
+    if stated:
+        return max(stated)
+    layers = len(roles.structure.layers)
+    for module in model.modules():
+        for pattern in getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ():
+            if "mtp" in pattern or re.search(rf"layers\\\.{layers}\b", pattern):
+                return 1
+    return 0
+
+
+def count_parameters(model: nn.Module, config: Any, roles: ModelRoles) -> Census:
+    """The census of a model; tied embeddings count once, under the embedding."""
+    by_role: Counter[str] = Counter()
+    fp32 = 0
+    for name, parameter in model.named_parameters():
+        by_role[roles.role(name.rpartition(".")[0])] += parameter.numel()
+        fp32 += parameter.numel() if parameter.dtype == torch.float32 else 0
+    built = sum(by_role.values())
+    idle = 0
+    for index in range(len(roles.structure.layers)):
+        total, active = block_parameters(roles, index)
+        idle += total - active
+    not_built = multi_token_prediction(model, config, roles)
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
+    return Census(
+        total=built + sum(not_built.values()),
+        active=built - idle,
+        by_role={role: by_role[role] for role in ROLES if by_role[role]},
+        tied_embeddings=head is not None and embedding is not None and head.weight is embedding.weight,
+        fp32_parameters=fp32,
+        not_built=not_built,
+    )
+
+
+__all__ = ["EXPERTS", "block_parameters", "count_parameters"]

@@ -1,0 +1,80 @@
+"""What an operator costs when no kernel serves it: the plain torch operators that transformers' own code runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from onboarding.architecture import OperatorUse
+from onboarding.stages.parse.build import quiet
+from onboarding.stages.parse.leaves import LeafCall
+from onboarding.stages.parse.trace import Operation, Trace, Tracer
+
+_SHORT, _LONG = 256, 512
+
+
+def eager_costs(uses: list[OperatorUse], trace: Trace, owners: list[str], repeats: Callable[[Operation], int]) -> None:
+    """Fill in the ``eager_*`` fields of each use.
+
+    Operators that ran in the trace are added up. A linear attention ran as one node: its torch version is traced alone
+    at two lengths and extended linearly (it loops over chunks). Experts have a fast torch path of their own, so what
+    counts for them is their provider's measured efficiency, not their loop.
+    """
+    by_digest = {use.digest: use for use in uses}
+    slopes: dict[str, tuple[float, float, float]] = {}
+    for operation, owner in zip(trace.operations, owners, strict=True):
+        use = by_digest.get(owner)
+        if use is None:
+            continue
+        times = repeats(operation)
+        if operation.leaf is None:
+            use.eager_operators += times
+            use.eager_flops += times * operation.flops
+            use.eager_bytes += times * operation.bytes_moved
+        elif operation.leaf.kind == "linear_attention" and operation.phase == "forward":
+            if owner not in slopes:
+                slopes[owner] = _fallback_slope(operation.leaf)
+            count, flops, moved = slopes[owner]
+            tokens = operation.shapes[0][0] * operation.shapes[0][1]
+            use.eager_operators += round(times * count * tokens)
+            use.eager_flops += times * flops * tokens
+            use.eager_bytes += times * moved * tokens
+
+
+def _fallback_slope(leaf: LeafCall) -> tuple[float, float, float]:
+    """Operators, FLOPs and bytes a token of a marked function's torch version, forward and backward."""
+    short, long = _fallback_cost(leaf, _SHORT), _fallback_cost(leaf, _LONG)
+    count, flops, moved = ((b - a) / (_LONG - _SHORT) for a, b in zip(short, long, strict=True))
+    return count, flops, moved
+
+
+def _fallback_cost(leaf: LeafCall, tokens: int) -> tuple[int, float, float]:
+    facts = leaf.facts
+    marked: Any = facts["marked"]
+    tracer = Tracer({})
+    with quiet(), FakeTensorMode():
+        heads = {"q": (facts["key_heads"], facts["key_dim"]), "k": (facts["key_heads"], facts["key_dim"])}
+        heads |= {"v": (facts["value_heads"], facts["value_dim"]), "beta": (facts["value_heads"],)}
+        heads["g"] = (facts["value_heads"], facts["key_dim"]) if facts["decay"] == "channel" else (facts["value_heads"],)
+        dtypes = {name: getattr(torch, text.removeprefix("torch.")) for name, text in facts["dtypes"].items()}
+        given = {
+            name: torch.zeros(1, tokens, *heads[name], dtype=dtypes[name], requires_grad=True)
+            for name in ("q", "k", "v", "g", "beta")
+        }
+        named = {"q": "query", "k": "key", "v": "value"} if "query" in _names(marked.function) else {}
+        arguments = {named.get(name, name): tensor for name, tensor in given.items()}
+        with tracer:
+            o, _ = marked.function(**arguments, use_qk_l2norm_in_kernel=facts["qk_l2norm"])
+            tracer.phase = "backward"
+            o.float().sum().backward()
+    operations = tracer.trace.operations
+    return len(operations), sum(op.flops for op in operations), sum(op.bytes_moved for op in operations)
+
+
+def _names(function: Any) -> set[str]:
+    import inspect
+
+    return set(inspect.signature(function).parameters)

@@ -1,0 +1,283 @@
+"""Functions that transformers marks as replaceable run as single nodes, with costs from their definition.
+
+Attention and experts go through interfaces, linear attention through functions decorated with
+``use_kernel_func_from_hub_with_fallback``. Their plain torch versions are loops over chunks or experts: hundreds of
+thousands of operators that no one would run. Each is one node forward and one backward here.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+from transformers.integrations.moe import ExpertsInterface
+from transformers.modeling_utils import AttentionInterface
+
+from onboarding.stages.parse.cost import tensor_bytes
+
+ATTENTION_BACKWARD = 2.5
+"""Backward over forward matrix products: five against two, because the scores are computed again (FlashAttention)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeafCall:
+    """One call of a marked function."""
+
+    kind: str
+    """``attention``, ``experts`` or ``linear_attention``."""
+    name: str
+    shapes: tuple[tuple[int, ...], ...]
+    flops: float
+    backward_flops: float
+    bytes_moved: float
+    backward_bytes: float
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+Record = Callable[[LeafCall, str], None]
+"""Called with the call and its phase."""
+
+
+class Leaf(torch.autograd.Function):
+    """A node that allocates its outputs and, backward, the gradients of its inputs; what it would compute is not run."""
+
+    @staticmethod
+    def forward(ctx: Any, sink: Any, call: LeafCall, make: Callable[[], Any], *tensors: torch.Tensor) -> Any:
+        ctx.sink, ctx.call = sink, call
+        ctx.save_for_backward(*tensors)
+        with sink.silent():
+            outputs = make()
+        sink.leaf(call, "forward")
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        with ctx.sink.silent():
+            found = [torch.empty_like(t) if t.is_floating_point() else None for t in ctx.saved_tensors]
+        ctx.sink.leaf(ctx.call, "backward")
+        needs = ctx.needs_input_grad[3:]
+        return (None, None, None, *(g if need else None for g, need in zip(found, needs, strict=True)))
+
+
+def visible_pairs(queries: int, keys: int, *, causal: bool, window: int | None) -> float:
+    """Query-key pairs that attention must look at: all, the causal half, or a causal window (also a top-k)."""
+    if not causal:
+        return float(queries * keys)
+    width = min(window or keys, keys)
+    # the first ``width`` queries of a full-length causal mask see 1, 2, ... keys
+    ramp = min(width, queries)
+    if queries != keys:
+        return float(queries * width)
+    return ramp * (ramp + 1) / 2 + float(queries - ramp) * width
+
+
+def _top_k_of(module: nn.Module) -> int | None:
+    """How many keys a sparse indexer inside (or beside) the attention keeps for each query."""
+    for child in module.modules():
+        value = getattr(child, "index_topk", None)
+        if isinstance(value, int) and value > 0:
+            return value
+    config = getattr(module, "config", None)
+    value = getattr(config, "index_topk", None)
+    has_indexer = any("index" in name for name, _ in inspect.getmembers(type(module).forward) if False)
+    return value if has_indexer else None
+
+
+def attention_leaf(sink: Any) -> Callable[..., Any]:
+    """A replacement for every attention function: q [B, H, T, D], k, v [B, HK, S, D] -> [B, T, H, DV]."""
+
+    def attention(
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        b, h, t, d = query.shape
+        s, dv = key.shape[-2], value.shape[-1]
+        causal = bool(kwargs.get("is_causal", getattr(module, "is_causal", True)))
+        window, top_k = kwargs.get("sliding_window"), _top_k_of(module)
+        pairs = visible_pairs(t, s, causal=causal, window=min(filter(None, (window, top_k)), default=None))
+        flops = 2.0 * b * h * pairs * (d + dv)
+        tensors = (query, key, value)
+        moved = tensor_bytes(tensors) + b * t * h * dv * value.element_size()
+        call = LeafCall(
+            kind="attention",
+            name="attention",
+            shapes=tuple(tuple(x.shape) for x in tensors),
+            flops=flops,
+            backward_flops=ATTENTION_BACKWARD * flops,
+            bytes_moved=moved,
+            backward_bytes=2 * moved,
+            facts={
+                "query_heads": h,
+                "key_heads": key.shape[1],
+                "window": window,
+                "top_k": top_k,
+                "causal": causal,
+                "sinks": kwargs.get("s_aux") is not None,
+                "softcap": kwargs.get("softcap"),
+                "dense_flops": 2.0 * b * h * visible_pairs(t, s, causal=causal, window=None) * (d + dv),
+            },
+        )
+        out = Leaf.apply(sink, call, lambda: value.new_empty(b, t, h, dv), *tensors)
+        return out, None
+
+    return attention
+
+
+def experts_leaf(sink: Any) -> Callable[..., Any]:
+    """A replacement for every experts function: x [T, D], index [T, K], weights [T, K] -> [T, D]."""
+
+    def experts(
+        module: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor, **_: Any
+    ) -> torch.Tensor:
+        tokens, k = top_k_index.shape[0], top_k_index.shape[-1]
+        parameters = [p for p in module.parameters(recurse=False) if p.dim() >= 2]
+        matrices = [p for p in parameters if p.dim() == 3]
+        count = max(p.shape[0] for p in parameters)
+        per_expert = sum(p.numel() for p in matrices) / count
+        flops = 2.0 * tokens * k * per_expert
+        hit = min(count, tokens * k)
+        weights = hit * per_expert * matrices[0].element_size()
+        activations = 2 * tensor_bytes([hidden_states])
+        call = LeafCall(
+            kind="experts",
+            name="experts",
+            shapes=(tuple(hidden_states.shape), tuple(top_k_index.shape), *(tuple(p.shape) for p in matrices)),
+            flops=flops,
+            backward_flops=2 * flops,
+            bytes_moved=weights + activations,
+            backward_bytes=2 * (weights + activations),
+            facts={"experts": count, "top_k": k, "tokens": tokens},
+        )
+        return Leaf.apply(
+            sink, call, lambda: torch.empty_like(hidden_states), hidden_states, top_k_weights, *parameters
+        )
+
+    return experts
+
+
+@dataclass(frozen=True, kw_only=True)
+class MarkedFunction:
+    """A module-level function that transformers would replace by a library's kernel."""
+
+    module: ModuleType
+    attribute: str
+    """Name under which the modeling file's forwards call it."""
+    kernel: str
+    """Name of the library's function, e.g. ``chunk_kda``."""
+    package: str
+    function: Callable[..., Any]
+
+
+_MARK = "use_kernel_func_from_hub_with_fallback.<locals>.decorator.<locals>.wrapped"
+
+
+def marked_functions(module: ModuleType) -> list[MarkedFunction]:
+    """Functions of a modeling file that carry transformers' mark, found by the wrapper's code object."""
+    found = []
+    for attribute, function in vars(module).items():
+        code = getattr(function, "__code__", None)
+        if code is None or getattr(code, "co_qualname", "") != _MARK:
+            continue
+        cells = dict(zip(code.co_freevars, (c.cell_contents for c in function.__closure__ or ()), strict=True))
+        found.append(
+            MarkedFunction(
+                module=module,
+                attribute=attribute,
+                kernel=str(cells.get("func_name", attribute)),
+                package=str(cells.get("package", "")),
+                function=function,
+            )
+        )
+    return found
+
+
+def modeling_modules(model: nn.Module) -> list[ModuleType]:
+    """The Python modules in which the model's classes are defined."""
+    names = {type(module).__module__ for module in model.modules()}
+    return [sys.modules[name] for name in sorted(names) if name in sys.modules and not name.startswith("torch.")]
+
+
+LINEAR_ATTENTION_INPUTS = ({"query", "key", "value", "g", "beta"}, {"q", "k", "v", "g", "beta"})
+
+
+def is_linear_attention(function: Callable[..., Any]) -> bool:
+    """Whether a marked function takes q, k, v, a decay and a beta over a whole sequence."""
+    names = set(inspect.signature(function).parameters)
+    return any(wanted <= names for wanted in LINEAR_ATTENTION_INPUTS)
+
+
+def linear_attention_arguments(function: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any]:
+    """A call's arguments under the names q, k, v, g, beta and the function's own for the rest."""
+    signature = inspect.signature(function)
+    given = signature.bind_partial(*args, **{k: v for k, v in kwargs.items() if k in signature.parameters})
+    short = {"query": "q", "key": "k", "value": "v"}
+    return {short.get(name, name): value for name, value in given.arguments.items()}
+
+
+def linear_attention_leaf(sink: Any, marked: MarkedFunction) -> Callable[..., Any]:
+    """A replacement for a marked linear attention: o like v, and the final state where it is asked for."""
+
+    def linear_attention(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        given = linear_attention_arguments(marked.function, args, kwargs)
+        q, k, v, g, beta = (given[name] for name in ("q", "k", "v", "g", "beta"))
+        b, t, hk, dk = k.shape
+        hv, dv = v.shape[2], v.shape[3]
+        state = bool(given.get("output_final_state", False))
+        # two grams and P V' inside a chunk of 64, three products with the state between chunks
+        flops = b * t * hv * 2.0 * (2 * 64 * dk + 64 * dv + 3 * dk * dv)
+        moved = tensor_bytes((q, k, v, g, beta)) + tensor_bytes((v,))
+        call = LeafCall(
+            kind="linear_attention",
+            name=marked.kernel,
+            shapes=tuple(tuple(x.shape) for x in (q, k, v, g, beta)),
+            flops=flops,
+            backward_flops=3 * flops,
+            bytes_moved=moved,
+            backward_bytes=2 * moved,
+            facts={
+                "marked": marked,
+                "key_heads": hk,
+                "value_heads": hv,
+                "key_dim": dk,
+                "value_dim": dv,
+                "decay": "channel" if g.dim() == 4 else "head",
+                "qk_l2norm": bool(given.get("use_qk_l2norm_in_kernel", False)),
+                "scale": given.get("scale"),
+                "dtypes": {n: str(given[n].dtype) for n in ("q", "k", "v", "g", "beta")},
+            },
+        )
+
+        def make() -> tuple[torch.Tensor, torch.Tensor]:
+            return torch.empty_like(v), v.new_empty(b, hv, dk, dv, dtype=torch.float32)
+
+        out, final = Leaf.apply(sink, call, make, q, k, v, g, beta)
+        return out, final if state else None
+
+    return linear_attention
+
+
+@contextmanager
+def leaves_in_place(model: nn.Module, sink: Any) -> Iterator[None]:
+    """Route every marked function of the model's files and both interfaces to leaves."""
+    attention, experts = attention_leaf(sink), experts_leaf(sink)
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(AttentionInterface, "get_interface", lambda *_: attention))
+        stack.enter_context(patch.object(ExpertsInterface, "get_interface", lambda *_: experts))
+        for module in modeling_modules(model):
+            for marked in marked_functions(module):
+                if is_linear_attention(marked.function):
+                    stack.enter_context(patch.object(module, marked.attribute, linear_attention_leaf(sink, marked)))
+        yield

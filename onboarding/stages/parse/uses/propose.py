@@ -1,0 +1,203 @@
+"""From a traced model to its operator uses: every claim is proven numerically before it counts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from kernel_templates.spec import OperatorSpec
+from torch import nn
+
+from onboarding.architecture import Binding, Hook, OperatorUse
+from onboarding.stages.parse.leaves import LeafCall
+from onboarding.stages.parse.roles import AUDIO, DENSE, EXPERTS, NORM, SHARED, VISION, ModelRoles, epsilon_of
+from onboarding.stages.parse.structure import Structure
+from onboarding.stages.parse.trace import ModuleCall, Trace
+from onboarding.stages.parse.uses.experts import ATTRIBUTES, BIASES, prove_experts
+from onboarding.stages.parse.uses.gates import GatedMlp, prove_gated_mlp
+from onboarding.stages.parse.uses.linear_attention import prove_linear_attention
+from onboarding.stages.parse.uses.norms import prove_norm
+
+_DTYPES = {"torch.bfloat16": "bfloat16", "torch.float32": "float32", "torch.float16": "float16"}
+
+
+@dataclass(kw_only=True)
+class _Found:
+    spec: OperatorSpec
+    roles: set[str] = field(default_factory=set)
+    calls: int = 0
+    flops: float = 0.0
+    bytes_moved: float = 0.0
+    bindings: dict[tuple[str, str, str], Binding] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True)
+class Proposals:
+    """What was proven, and what was not."""
+
+    uses: list[OperatorUse] = field(default_factory=list)
+    novel: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    owner: dict[str, str] = field(default_factory=dict)
+    """Traced module path -> digest of the operator that its non-matrix work belongs to."""
+
+
+def class_name(module: nn.Module) -> str:
+    """``package.module:ClassName``."""
+    return f"{type(module).__module__}:{type(module).__qualname__}"
+
+
+class Proposer:
+    """Collects proven uses over a model's traced modules."""
+
+    def __init__(self, model: nn.Module, structure: Structure, roles: ModelRoles, trace: Trace) -> None:
+        self.model, self.structure, self.roles, self.trace = model, structure, roles, trace
+        self.found: dict[str, _Found] = {}
+        self.result = Proposals()
+        self._proofs: dict[Any, Any] = {}
+
+    def run(self) -> Proposals:
+        """Go over all traced calls."""
+        for call in self.trace.calls:
+            if call.path and self._in_language(call.path):
+                self._module(call, self.model.get_submodule(call.path))
+        for operation in self.trace.operations:
+            if operation.leaf is not None and operation.phase == "forward":
+                self._leaf(operation.path, operation.leaf)
+        self.result.uses = [self._use(digest, found) for digest, found in self.found.items()]
+        return self.result
+
+    # ---- one call -------------------------------------------------------------------------------------------
+
+    def _in_language(self, path: str) -> bool:
+        return self.roles.role(path) not in (VISION, AUDIO)
+
+    def _once(self, key: Any, prove: Any) -> Any:
+        if key not in self._proofs:
+            self._proofs[key] = prove()
+        return self._proofs[key]
+
+    def _module(self, call: ModuleCall, module: nn.Module) -> None:
+        role = self.roles.role(call.path)
+        dtype = _DTYPES.get(call.dtype)
+        if dtype is None:
+            return
+        if role == NORM:
+            width = call.shapes[0][-1]
+            gated = len(call.shapes) > 1 and call.shapes[0] == call.shapes[1]
+            key = (type(module), epsilon_of(module), width, gated, dtype, module.extra_repr())
+            spec = self._once(key, lambda: prove_norm(module, width, gated, dtype))
+            if spec is None:
+                self._unproven(module, "norm")
+                return
+            attributes = {"weight": "weight"} if spec.weighted else {}
+            self._add(spec, call, module, "gated_norm" if gated else "norm", attributes, self._norm_role(call.path, gated))
+        elif role in (DENSE, SHARED) and 2 <= sum(isinstance(c, nn.Linear) for c in module.children()) <= 3:
+            shapes = tuple(tuple(p.shape) for p in module.parameters())
+            proven: GatedMlp | None = self._once(
+                (type(module), shapes, dtype), lambda: prove_gated_mlp(module, dtype)
+            )
+            if proven is None:
+                self._unproven(module, "gated feed-forward")
+                return
+            self._add(proven.spec, call, module, "gated_mlp", proven.attributes, role)
+
+    def _leaf(self, path: str, leaf: LeafCall) -> None:
+        module = self.model.get_submodule(path)
+        dtype = _DTYPES.get(str(next(p.dtype for p in module.parameters())), "bfloat16")
+        call = ModuleCall(path=path, shapes=leaf.shapes, dtype=dtype)
+        if leaf.kind == "experts":
+            key = (type(module), leaf.shapes, leaf.facts["top_k"])
+            spec = self._once(key, lambda: prove_experts(module, leaf, dtype))
+            if spec is None:
+                self._unproven(module, "routed experts")
+                return
+            attributes = {**ATTRIBUTES, **(BIASES if spec.bias else {})}
+            self._add(spec, call, module, "experts", attributes, EXPERTS)
+        elif leaf.kind == "linear_attention":
+            marked = leaf.facts["marked"]
+            dtype = _DTYPES.get(leaf.facts["dtypes"]["v"], dtype)
+            key = (marked.module.__name__, marked.attribute, leaf.shapes, leaf.facts["qk_l2norm"], leaf.facts["scale"])
+            spec = self._once(key, lambda: prove_linear_attention(leaf, dtype))
+            if spec is None:
+                self._unproven(module, f"linear attention {leaf.name}")
+                return
+            self._add(spec, call, module, "linear_attention", {}, "linear attention", marked.attribute)
+
+    def _norm_role(self, path: str, gated: bool) -> str:
+        index = self.roles.layer_of(path)
+        if index is None:
+            return "final norm"
+        relative = path[len(f"{self.structure.prefix}.{index}.") :]
+        if gated:
+            return "output norm"
+        return "block norm" if "." not in relative else "inner norm"
+
+    def _unproven(self, module: nn.Module, what: str) -> None:
+        text = f"{type(module).__qualname__}: not proven to be a known {what}; it stays with its own torch code"
+        if text not in self.result.warnings:
+            self.result.warnings.append(text)
+            self.result.novel.append(type(module).__qualname__)
+
+    # ---- collecting -----------------------------------------------------------------------------------------
+
+    def _places(self, path: str) -> list[str]:
+        """The same module in every layer of its kind; a shared module has one name."""
+        index = self.roles.layer_of(path)
+        if index is None:
+            return [path]
+        relative = path[len(f"{self.structure.prefix}.{index}") :]
+        return [f"{self.structure.prefix}.{layer}{relative}" for layer in self.structure.kind_of(index).layers]
+
+    def _add(
+        self,
+        spec: OperatorSpec,
+        call: ModuleCall,
+        module: nn.Module,
+        hook: Hook,
+        attributes: dict[str, str],
+        role: str,
+        function: str | None = None,
+    ) -> None:
+        digest = spec.digest()
+        found = self.found.setdefault(digest, _Found(spec=spec))
+        places = self._places(call.path)
+        rows = _rows(spec, call)
+        found.roles.add(role)
+        found.calls += len(places)
+        found.flops += spec.flops(rows) * len(places)
+        found.bytes_moved += spec.bytes_moved(rows) * len(places)
+        key = (hook, class_name(module), function or "")
+        binding = found.bindings.setdefault(
+            key, Binding(hook=hook, target=class_name(module), function=function, attributes=attributes)
+        )
+        binding.module_paths += [place for place in places if place not in binding.module_paths]
+        self.result.owner[call.path] = digest
+
+    def _use(self, digest: str, found: _Found) -> OperatorUse:
+        return OperatorUse(
+            digest=digest,
+            spec=found.spec.to_dict(),
+            words=found.spec.words(),
+            role=", ".join(sorted(found.roles)),
+            bindings=list(found.bindings.values()),
+            calls=found.calls,
+            flops=found.flops,
+            bytes_moved=found.bytes_moved,
+        )
+
+
+def _rows(spec: OperatorSpec, call: ModuleCall) -> int:
+    """How many rows ("tokens" of the spec) one call has."""
+    shape = call.shapes[0]
+    if spec.family == "linear_attention":
+        return shape[0] * shape[1]
+    rows = 1
+    for size in shape[:-1]:
+        rows *= size
+    return rows
+
+
+def propose_uses(model: nn.Module, structure: Structure, roles: ModelRoles, trace: Trace) -> Proposals:
+    """Operator uses of a traced model, each proven; what is not proven is named in ``novel`` and ``warnings``."""
+    return Proposer(model, structure, roles, trace).run()
