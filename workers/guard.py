@@ -1,15 +1,11 @@
 """The process between a supervisor and a step: nothing of the step outlives the supervisor, nor the step itself.
 
-Started by path with ``python -I -S`` and free of everything but the standard library, so it is up in milliseconds.
-
-- It holds the read end of a pipe whose write end only the supervisor has. When that closes, by intent or because the
-  supervisor was killed, it kills every descendant. (A death signal to the step alone would miss the step's own
-  children, and is tied to the *thread* that forked, which in a thread pool may end at any time.)
+- It holds the read end of a pipe, the *lifeline*, whose write end only the supervisor has. When it closes, by intent or
+  because the supervisor was killed, it kills every descendant. (A death signal to the step alone would miss the step's
+  own children, and is tied to the *thread* that forked, which in a pool of threads may end at any time.)
 - It is a subreaper: what the step leaves behind becomes its child, and is killed too.
 - If the guard itself is killed, the step's death signal fires: the guard forks from its only thread.
 - It copies the step's output into a log of limited size.
-
-Usage: ``guard.py LIFELINE_FD LOG_PATH LOG_LIMIT COMMAND...``; exits as the command did, 128 + n for signal n.
 """
 
 from __future__ import annotations
@@ -20,27 +16,39 @@ import select
 import signal
 import sys
 import time
+import traceback
+from collections.abc import Callable
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 
 
-def main(arguments: list[str]) -> int:
-    """Run the command until it ends or the lifeline closes."""
-    lifeline, log_path, limit, command = int(arguments[0]), arguments[1], int(arguments[2]), arguments[3:]
+def guard(step: Callable[[], None], *, lifeline: int, private: tuple[int, ...], log_path: str, log_bytes: int) -> int:
+    """Fork ``step`` and stay until it has ended or the lifeline closes; then kill all that it left.
+
+    Args:
+        step: runs in the child; its process ends when it returns.
+        lifeline: read end of the pipe that the supervisor holds open.
+        private: further descriptors that the child must not have.
+        log_path: file that takes the child's output.
+        log_bytes: size at which that file is capped.
+
+    Returns:
+        The child's exit status, 128 + n for signal n.
+    """
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # only the lifeline and SIGKILL stop a guard
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     output, child_output = os.pipe()
-    child = start(command, child_output)
+    child = start(step, child_output, (lifeline, output, *private))
     os.close(child_output)
     wakeup = watch_children()
-    with Log(log_path, limit) as log:
+    with Log(log_path, log_bytes) as log:
         status = serve(child, lifeline, output, wakeup, log)
         kill_descendants()
         os.set_blocking(output, False)
         log.copy(output)
-    code = os.waitstatus_to_exitcode(status) if status is not None else 128 + signal.SIGKILL
+    code = os.waitstatus_to_exitcode(status) if status is not None else -signal.SIGKILL
     return code if code >= 0 else 128 - code
 
 
@@ -60,25 +68,33 @@ def serve(child: int, lifeline: int, output: int, wakeup: int, log: Log) -> int 
             return None
 
 
-def start(command: list[str], output: int) -> int:
-    """Fork the command into a process group of its own, bound to this process's life."""
-    guard = os.getpid()
+def start(step: Callable[[], None], output: int, private: tuple[int, ...]) -> int:
+    """Fork the step into a process group of its own, bound to this process's life."""
+    parent = os.getpid()
     child = os.fork()
     if child:
         return child
+    code = 1
     try:
         os.setpgid(0, 0)
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != guard:  # it died before the death signal was set
+        if os.getppid() != parent:  # it died before the death signal was set
             os._exit(1)
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
+        for descriptor in private:
+            os.close(descriptor)
         os.dup2(output, 1)
         os.dup2(output, 2)
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        os.execvp(command[0], command)
+        os.close(output)
+        step()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
     finally:
-        os._exit(127)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def prctl(option: int, value: int) -> None:
@@ -173,7 +189,3 @@ class Log:
                     os.write(self.file, b"\n[the log reached its limit; the rest is not kept]\n")
             if once:
                 return True
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -13,6 +13,7 @@ from onboarding.settings import Settings
 from onboarding.store import Store
 from workers.app import app
 from workers.environment import check_packages
+from workers.supervisor import host
 from workers.sweeper import Sweeper
 
 
@@ -25,6 +26,7 @@ def main(arguments: list[str] | None = None) -> None:
     settings = Settings()
     store = Store(settings.resolved_database_url())
     store.migrate()
+    host().start()
     sweeper = Sweeper(store, settings)
     sweeper.start()
     try:

@@ -9,7 +9,6 @@ import json
 import logging
 import os
 import shutil
-import sys
 import threading
 import time
 import uuid
@@ -27,7 +26,7 @@ from onboarding.settings import Settings
 from onboarding.store import Store, log_path
 from workers.app import ADVANCE, app, send
 from workers.environment import OUTCOME_FILE, step_environment
-from workers.process import GuardedProcess
+from workers.process import StepHost, StepProcess
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +55,12 @@ def settings() -> Settings:
 def store() -> Store:
     """The store of this process."""
     return Store(settings().resolved_database_url())
+
+
+@cache
+def host() -> StepHost:
+    """The step host of this process."""
+    return StepHost(step_environment(settings().cpu_workers))
 
 
 @app.task(name=ADVANCE)  # type: ignore[untyped-decorator]  # celery has no types
@@ -96,11 +101,11 @@ def supervise(store: Store, settings: Settings, step: Step, owner: str) -> list[
     for old in folder.parent.glob(f"step-{step.id}-*"):  # left by a supervisor that was killed
         shutil.rmtree(old, ignore_errors=True)
     folder.mkdir(parents=True, mode=0o700)
-    process = GuardedProcess(
-        [sys.executable, "-m", "workers.step_main", str(step.id), str(folder)],
+    process = host().run(
+        step_id=step.id,
+        folder=folder,
         log=log_path(settings, step.job_id, step.stage, step.key, step.attempt),
         log_bytes=settings.log_bytes,
-        environment=step_environment(settings.cpu_workers),
     )
     try:
         ending = watch(store, settings, step, owner, process, folder)
@@ -112,7 +117,7 @@ def supervise(store: Store, settings: Settings, step: Step, owner: str) -> list[
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def watch(store: Store, settings: Settings, step: Step, owner: str, process: GuardedProcess, folder: Path) -> Ending:
+def watch(store: Store, settings: Settings, step: Step, owner: str, process: StepProcess, folder: Path) -> Ending:
     """Wait for the process, keeping the lease, until it ends or has to be ended."""
     assert step.id is not None
     started = held = checked = time.monotonic()

@@ -177,7 +177,7 @@ def test_the_view_shows_prefixes_through_every_link(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(sys, "base_prefix", str(link))
     view = build_view(tmp_path, [], gpu=False)
     assert {str(venv), str(link), str(real)} <= {inside for _, inside in view.read_only}
-    assert dict((inside, host) for host, inside in view.read_only)[str(link)] == str(real)
+    assert {inside: host for host, inside in view.read_only}[str(link)] == str(real)
 
 
 def test_filter_programs_are_well_formed() -> None:

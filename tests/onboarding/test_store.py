@@ -1,4 +1,4 @@
-"""The store on SQLite and on PostgreSQL: transitions, leases, events without gaps, access, and four racing advancers."""
+"""The store on SQLite and PostgreSQL: transitions, leases, events without gaps, access, four racing advancers."""
 
 from __future__ import annotations
 
