@@ -200,7 +200,7 @@ def backward(tensors, saved, grads, needs, spec, config):
     if dy is None:
         dy = h.new_zeros(h.shape)
     d_residual_out = grads["residual_out"] if spec.residual else None
-    weight_gradient = "weight" in needs
+    weight_gradient = spec.weighted and "weight" in needs
     tiles = triton.cdiv(rows, config["backward_rows"])
     programs = min(tiles, config["backward_programs"])
 
