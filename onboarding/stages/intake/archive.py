@@ -131,14 +131,11 @@ class Collector:
         self.files[path] = content
 
 
-class _Bounded(io.RawIOBase):
+class _Bounded:
     """A decompressed stream that ends in a refusal past its limit (headers of a tar count too)."""
 
     def __init__(self, inner: IO[bytes], limit: int, packed: int) -> None:
         self._inner, self._limit, self._packed, self._read = inner, limit, packed, 0
-
-    def readable(self) -> bool:
-        return True
 
     def read(self, size: int = -1) -> bytes:
         wanted = self._limit + 1 if size is None or size < 0 else size
@@ -243,7 +240,7 @@ def unpack(data: bytes) -> dict[str, bytes]:
             stream = _decompressed(data)
             if stream is None:
                 raise Problem("not-an-archive", "this is neither a zip nor a tar archive", "", status=415)
-            _tar_entries(io.BufferedReader(_Bounded(stream, CAPS.total_bytes + 2**22, len(data))), collector)
+            _tar_entries(cast(IO[bytes], _Bounded(stream, CAPS.total_bytes + 2**22, len(data))), collector)
     except (tarfile.TarError, zipfile.BadZipFile, EOFError, OSError, zlib.error, lzma.LZMAError) as error:
         raise _damaged(error) from None
     except (NotImplementedError, RuntimeError, ValueError, UnicodeError, OverflowError) as error:
