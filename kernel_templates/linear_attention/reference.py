@@ -6,6 +6,7 @@ batch axis and padded with tokens that leave the state alone (k = 0, g = 0, beta
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -149,10 +150,9 @@ def _sequences(
 def _padded(x: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Packed tokens [1, T, ...] as [N, longest, ...], zeros past each sequence's end."""
     bounds = cu_seqlens.tolist()
-    longest = max((b - a for a, b in zip(bounds, bounds[1:], strict=False)), default=0)
+    longest = max((b - a for a, b in itertools.pairwise(bounds)), default=0)
     rows = [
-        torch.cat((x[0, a:b], x.new_zeros((longest - (b - a), *x.shape[2:]))))
-        for a, b in zip(bounds, bounds[1:], strict=False)
+        torch.cat((x[0, a:b], x.new_zeros((longest - (b - a), *x.shape[2:])))) for a, b in itertools.pairwise(bounds)
     ]
     return torch.stack(rows)
 

@@ -11,97 +11,128 @@ formulas of forward and backward, and why nothing overflows, are in the family's
               score_gradient_kernel    gradients of the two grams, of beta, and the row dots of the norms
               gradient_kernel  dq, dk, dg
 
-Tile names carry their shape: T token rows of a chunk (C of them), R token rows of a half chunk, K key channels,
-V value channels. A decay per channel multiplies q and k before the products; a decay per head (or none) multiplies
-rows of their results, so that there q and k feed every product as they were loaded.
+Legend of tile names: T tokens of a program (C, or a span of several chunks), R tokens of a gram tile (half a chunk, or
+a span), K key channels, V value channels, 1 broadcast. ``at`` holds offsets, ``in`` masks.
+
+All kernels but the two scans know no order between chunks: one program takes a *span* of consecutive chunks, whose
+matrices are then the diagonal blocks of one tile. A GPU takes one chunk a program, the interpreter many.
+
+A decay per channel multiplies q and k before the products. A decay per head, or none, multiplies rows of the results,
+so that q and k feed every product as they were loaded.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-# ---- tiles ---------------------------------------------------------------------------------------------------------
+# ---- where tokens lie ----------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def chunk_span(chunks, chunk, length, per_sequence, C: tl.constexpr, PACKED: tl.constexpr):
-    """First token of a chunk, counted over all sequences (int64), and its number of tokens."""
+def span_of(chunks, span, length, per_sequence, SPAN: tl.constexpr, PACKED: tl.constexpr):
+    """First token of a span, counted over all sequences (int64), and its number of tokens."""
     if PACKED:
-        start = tl.load(chunks + 2 * chunk)
-        tokens = tl.load(chunks + 2 * chunk + 1).to(tl.int32)
+        start = tl.load(chunks + 2 * span)
+        tokens = tl.load(chunks + 2 * span + 1).to(tl.int32)
     else:
-        first = (chunk % per_sequence) * C
-        start = (chunk // per_sequence).to(tl.int64) * length + first
-        tokens = tl.minimum(length - first, C)
+        first = (span % per_sequence) * SPAN
+        start = (span // per_sequence).to(tl.int64) * length + first
+        tokens = tl.minimum(length - first, SPAN)
     return start, tokens
 
 
 @triton.jit
-def load_rows(base, row, rows, stride, column, WIDTH: tl.constexpr, R: tl.constexpr, W: tl.constexpr):
-    """A tile [R, W] of a tensor whose rows lie ``stride`` apart; zeros past ``rows`` and past ``WIDTH``."""
-    r_R = row + tl.arange(0, R)
-    c_W = column + tl.arange(0, W)
-    mask_RW = (r_R[:, None] < rows) & (c_W[None, :] < WIDTH)
-    return tl.load(base + r_R[:, None] * stride + c_W[None, :], mask=mask_RW, other=0.0)
+def sequence_of(offsets, sequence, per_sequence, PACKED: tl.constexpr):
+    """First chunk of a sequence and its number of chunks."""
+    if PACKED:
+        first = tl.load(offsets + sequence).to(tl.int32)
+        count = tl.load(offsets + sequence + 1).to(tl.int32) - first
+    else:
+        first = sequence * per_sequence
+        count = per_sequence
+    return first, count
 
 
 @triton.jit
-def load_columns(base, row, rows, stride, column, WIDTH: tl.constexpr, R: tl.constexpr, W: tl.constexpr):
-    """The transpose of :func:`load_rows`, a tile [W, R]: a product's operand must come straight from memory."""
-    r_R = row + tl.arange(0, R)
-    c_W = column + tl.arange(0, W)
-    mask_WR = (c_W[:, None] < WIDTH) & (r_R[None, :] < rows)
-    return tl.load(base + c_W[:, None] + r_R[None, :] * stride, mask=mask_WR, other=0.0)
+def tile_at(rows, stride, column, WIDTH: tl.constexpr, R: tl.constexpr, W: tl.constexpr):
+    """Offsets and mask of a tile [R, W]: ``rows`` rows ``stride`` apart, WIDTH columns of them."""
+    r_R1 = tl.arange(0, R)[:, None]
+    c_1W = (column + tl.arange(0, W))[None, :]
+    return r_R1 * stride + c_1W, (r_R1 < rows) & (c_1W < WIDTH)
 
 
 @triton.jit
-def store_rows(
-    base, x_RW, row, rows, stride, column, WIDTH: tl.constexpr, R: tl.constexpr, W: tl.constexpr
-):
-    """Write a tile [R, W] where it lies within ``rows`` and ``WIDTH``, in the dtype of the destination."""
-    r_R = row + tl.arange(0, R)
-    c_W = column + tl.arange(0, W)
-    mask_RW = (r_R[:, None] < rows) & (c_W[None, :] < WIDTH)
-    tl.store(
-        base + r_R[:, None] * stride + c_W[None, :], x_RW.to(base.dtype.element_ty),
-        mask=mask_RW,
-    )  # fmt: skip
+def transposed_at(rows, stride, column, WIDTH: tl.constexpr, R: tl.constexpr, W: tl.constexpr):
+    """Offsets and mask of the transpose [W, R]: the first operand of a product must come straight from memory."""
+    r_1R = tl.arange(0, R)[None, :]
+    c_W1 = (column + tl.arange(0, W))[:, None]
+    return r_1R * stride + c_W1, (r_1R < rows) & (c_W1 < WIDTH)
 
 
 @triton.jit
-def load_scalars(base, row, rows, stride, R: tl.constexpr):
-    """One fp32 value per token [R]; zeros past ``rows``."""
-    r_R = row + tl.arange(0, R)
-    return tl.load(base + r_R * stride, mask=r_R < rows, other=0.0).to(tl.float32)
+def matrix_at(tokens, row, column, HV: tl.constexpr, C: tl.constexpr, R: tl.constexpr):
+    """Offsets and mask of a block [R, R] of the chunks' matrices, which lie as [tokens, HV, C].
+
+    With R > C the tile is square over a span: only its diagonal blocks exist.
+    """
+    i_R1 = row + tl.arange(0, R)[:, None]
+    j_1R = column + tl.arange(0, R)[None, :]
+    return i_R1 * (HV * C) + j_1R % C, (i_R1 < tokens) & (i_R1 // C == j_1R // C)
 
 
 @triton.jit
-def store_scalars(base, x_R, row, rows, stride, R: tl.constexpr):
-    """Write one value per token [R]."""
-    r_R = row + tl.arange(0, R)
-    tl.store(base + r_R * stride, x_R.to(base.dtype.element_ty), mask=r_R < rows)
+def load_scalars(base, row, tokens, stride, R: tl.constexpr):
+    """One fp32 value per token [R, 1]; zeros past the last token."""
+    r_R1 = row + tl.arange(0, R)[:, None]
+    return tl.load(base + r_R1 * stride, mask=r_R1 < tokens, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_scalars(base, x_R1, tokens, stride, R: tl.constexpr):
+    """Write one value per token [R, 1]."""
+    r_R1 = tl.arange(0, R)[:, None]
+    tl.store(base + r_R1 * stride, x_R1.to(base.dtype.element_ty), mask=r_R1 < tokens)
+
+
+@triton.jit
+def row_sum(x_RW):
+    """Sums of rows [R, 1]."""
+    return tl.sum(x_RW, axis=1, keep_dims=True)
 
 
 # ---- decays inside a tile ------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def segment_decay(g_RK, SEGMENT: tl.constexpr, R: tl.constexpr, W: tl.constexpr):
-    """Log decays inside segments of rows: from the segment's start through each row, and past each row to its end."""
-    g_SRK = tl.reshape(g_RK, (R // SEGMENT, SEGMENT, W))
-    through_SRK = tl.cumsum(g_SRK, axis=1)
-    past_SRK = tl.cumsum(g_SRK, axis=1, reverse=True) - g_SRK
-    return tl.reshape(through_SRK, (R, W)), tl.reshape(past_SRK, (R, W))
+def segment_sums(x_RW, SEGMENT: tl.constexpr, R: tl.constexpr, W: tl.constexpr):
+    """Inside segments of rows: the sum from the segment's start through each row, and that past each row to its end."""
+    if SEGMENT == R:
+        through_RW = tl.cumsum(x_RW, axis=0)
+        past_RW = tl.cumsum(x_RW, axis=0, reverse=True) - x_RW
+    else:
+        x_SRW = tl.reshape(x_RW, (R // SEGMENT, SEGMENT, W))
+        through_RW = tl.reshape(tl.cumsum(x_SRW, axis=1), (R, W))
+        past_RW = tl.reshape(tl.cumsum(x_SRW, axis=1, reverse=True), (R, W)) - x_RW
+    return through_RW, past_RW
+
+
+@triton.jit
+def segment_sums_of_scalars(x_R1, SEGMENT: tl.constexpr, R: tl.constexpr):
+    """:func:`segment_sums` of one value per row [R, 1]; as vectors: Triton cannot scan a tile one column wide."""
+    x_SR = tl.reshape(x_R1, (R // SEGMENT, SEGMENT))
+    through_SR = tl.cumsum(x_SR, axis=1)
+    past_SR = tl.cumsum(x_SR, axis=1, reverse=True) - x_SR
+    return tl.reshape(through_SR, (R, 1)), tl.reshape(past_SR, (R, 1))
 
 
 @triton.jit
 def half_factor(g_RK, HALF: tl.constexpr, R: tl.constexpr, W: tl.constexpr):
     """Decay between each row and the middle of its block of 2 HALF rows: never above 1, so it cannot overflow.
 
-    A row of the upper half reads e^(decay since the middle), a row of the lower half e^(decay up to the middle);
+    A row of the upper half gets e^(decay since the middle), a row of the lower half e^(decay up to the middle);
     their product is the decay between the two, exactly.
     """
-    through_RK, past_RK = segment_decay(g_RK, HALF, R, W)
+    through_RK, past_RK = segment_sums(g_RK, HALF, R, W)
     upper_R1 = ((tl.arange(0, R) // HALF) % 2 == 1)[:, None]
     return tl.exp(tl.where(upper_R1, through_RK, past_RK))
 
@@ -109,11 +140,11 @@ def half_factor(g_RK, HALF: tl.constexpr, R: tl.constexpr, W: tl.constexpr):
 @triton.jit
 def half_mask(i_R1, j_1R, HALF: tl.constexpr):
     """Pairs (i, j) with i in the upper and j in the lower half of the same block of 2 HALF rows."""
-    return (i_R1 // (2 * HALF) == j_1R // (2 * HALF)) & ((i_R1 // HALF) % 2 == 1) & ((j_1R // HALF) % 2 == 0)
+    return (i_R1 // HALF == j_1R // HALF + 1) & ((i_R1 // HALF) % 2 == 1)
 
 
 @triton.jit
-def leaf_factor(g_RK, LEAF: tl.constexpr, R: tl.constexpr, W: tl.constexpr):
+def leaf_decay(g_RK, LEAF: tl.constexpr, R: tl.constexpr, W: tl.constexpr):
     """Log decay of each row relative to the middle row of its block of LEAF rows; within +-80.
 
     A step of more than 160 / LEAF is cut: what it hides is below e^(-160 / LEAF) of the diagonal.
@@ -126,115 +157,125 @@ def leaf_factor(g_RK, LEAF: tl.constexpr, R: tl.constexpr, W: tl.constexpr):
 
 
 @triton.jit
-def leaf_mask(i_R1, j_1R, LEAF: tl.constexpr):
-    """Pairs (i, j), j before i, of the same block of LEAF rows."""
-    return (i_R1 // LEAF == j_1R // LEAF) & (i_R1 > j_1R)
+def lower_mask(i_R1, j_1R, SEGMENT: tl.constexpr):
+    """Pairs (i, j), j before i, of the same segment of rows."""
+    return (i_R1 // SEGMENT == j_1R // SEGMENT) & (i_R1 > j_1R)
 
 
 @triton.jit
-def unit_lower_inverse(l_RR, R: tl.constexpr, LOG_R: tl.constexpr, PRECISION: tl.constexpr):
-    """(I + L)^-1 of a strictly lower L, by doubling: inverses of blocks of b rows give those of 2 b."""
-    i_R1 = tl.arange(0, R)[:, None]
-    j_1R = tl.arange(0, R)[None, :]
+def pair_decay(through_i_R1, through_j_1R, mask_RR):
+    """e^(G_i - G_j) where ``mask`` holds and 0 elsewhere; G is the running log decay."""
+    return tl.where(mask_RR, tl.exp(tl.where(mask_RR, through_i_R1 - through_j_1R, 0.0)), 0.0)
+
+
+@triton.jit
+def unit_lower_inverse(l_RR, i_R1, j_1R, LOG_B: tl.constexpr, PRECISION: tl.constexpr):
+    """(I + L)^-1 of a strictly lower L with diagonal blocks of 2^LOG_B rows, by doubling.
+
+    Inverses of blocks of b rows give those of 2 b: [[A, 0], [L, D]]^-1 = [[A^-1, 0], [-D^-1 L A^-1, D^-1]].
+    """
     x_RR = tl.where(i_R1 == j_1R, 1.0, 0.0) - tl.where(half_mask(i_R1, j_1R, 1), l_RR, 0.0)
-    for level in tl.static_range(1, LOG_R):
+    for level in tl.static_range(1, LOG_B):
         step_RR = tl.where(half_mask(i_R1, j_1R, 1 << level), l_RR, 0.0)
         step_RR = tl.dot(x_RR, step_RR, input_precision=PRECISION)
         x_RR -= tl.dot(step_RR, x_RR, input_precision=PRECISION)
     return x_RR
 
 
-@triton.jit
-def pair_decay(decay_i_R, decay_j_R, mask_RR):
-    """e^(G_i - G_j) where ``mask`` holds and 0 elsewhere; G is the running log decay."""
-    difference_RR = tl.where(mask_RR, decay_i_R[:, None] - decay_j_R[None, :], 0.0)
-    return tl.where(mask_RR, tl.exp(difference_RR), 0.0)
-
-
 # ---- forward -------------------------------------------------------------------------------------------------------
 
 
-@triton.jit(do_not_specialize=["length", "per_sequence"])
+@triton.jit(do_not_specialize=["length", "per_sequence", "spans"])
 def prepare_kernel(
-    q, k, g, chunks, q_norm, k_norm, q_decayed, k_decayed, k_ending, row_decay, q_rows, k_rows, end_rows, chunk_decay,
-    scale, length, per_sequence,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr, KP: tl.constexpr,
+    q, k, g, chunks, q_norm, k_norm, q_decayed, k_decayed, k_ending, q_rows, k_rows, end_rows, chunk_decay,
+    scale, length, per_sequence, spans,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr, SPAN: tl.constexpr, KP: tl.constexpr,
     DECAY: tl.constexpr, L2NORM: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Norms of q and k, the chunk's running decay, and what carries it: scaled tiles or scaled rows.
+    """Norms of q and k, the running decay in each chunk, and what carries it: scaled tiles or factors of rows.
 
-    Decay per channel: q_decayed = s q e^G, k_decayed = k e^G, k_ending = k e^(G_C - G) [tokens, HV, K].
-    Otherwise: the factors of their rows, q_rows = s e^G / |q| and so on [tokens, HV].
+    Decay per channel: q_decayed = s q e^G, k_decayed = k e^G, k_ending = k e^(G_C - G) [tokens, HV, K]. Otherwise the
+    factors of their rows, q_rows = s e^G / |q| and so on [tokens, HV]. chunk_decay = e^G_C [chunks, HV, K or 1].
     """
-    chunk = tl.program_id(0)
+    span = tl.program_id(0)
     hv = tl.program_id(1)
     h = hv // (HV // H)
-    start, tokens = chunk_span(chunks, chunk, length, per_sequence, C, PACKED)
+    start, tokens = span_of(chunks, span, length, spans, SPAN, PACKED)
     if tokens <= 0:
         return
-    key_base = (start * H + h) * K
-    q_scale_T = tl.full([C], 1.0, tl.float32)
-    k_scale_T = tl.full([C], 1.0, tl.float32)
-    if L2NORM or DECAY == "channel":
-        q_TK = load_rows(q + key_base, 0, tokens, H * K, 0, K, C, KP).to(tl.float32)
-        k_TK = load_rows(k + key_base, 0, tokens, H * K, 0, K, C, KP).to(tl.float32)
-    if L2NORM:
-        q_scale_T = 1.0 / tl.sqrt(tl.sum(q_TK * q_TK, axis=1) + 1e-6)
-        k_scale_T = 1.0 / tl.sqrt(tl.sum(k_TK * k_TK, axis=1) + 1e-6)
-        if hv % (HV // H) == 0:
-            store_scalars(q_norm + start * H + h, q_scale_T, 0, tokens, H, C)
-            store_scalars(k_norm + start * H + h, k_scale_T, 0, tokens, H, C)
-    if DECAY == "channel":
-        base = (start * HV + hv) * K
-        g_TK = load_rows(g + base, 0, tokens, HV * K, 0, K, C, KP).to(tl.float32)
-        through_TK, past_TK = segment_decay(g_TK, C, C, KP)
-        from_start_TK = tl.exp(through_TK)
-        q_TK = q_TK * (q_scale_T * scale)[:, None]
-        k_TK = k_TK * k_scale_T[:, None]
-        store_rows(q_decayed + base, q_TK * from_start_TK, 0, tokens, HV * K, 0, K, C, KP)
-        store_rows(k_decayed + base, k_TK * from_start_TK, 0, tokens, HV * K, 0, K, C, KP)
-        store_rows(k_ending + base, k_TK * tl.exp(past_TK), 0, tokens, HV * K, 0, K, C, KP)
-        c_K = tl.arange(0, KP)
-        decay_K = tl.exp(tl.sum(g_TK, axis=0))
-        tl.store(chunk_decay + (chunk.to(tl.int64) * HV + hv) * K + c_K, decay_K, mask=c_K < K)
+    if PACKED:
+        chunk = span
+        left = 1
     else:
-        base = start * HV + hv
-        through_T = tl.zeros([C], tl.float32)
-        past_T = tl.zeros([C], tl.float32)
+        chunk = (span // spans) * per_sequence + (span % spans) * (SPAN // C)
+        left = per_sequence - (span % spans) * (SPAN // C)
+    chunk_head = chunk.to(tl.int64) * HV + hv
+    token_head = start * HV + hv
+    q_scale_T1 = tl.full([SPAN, 1], 1.0, tl.float32)
+    k_scale_T1 = tl.full([SPAN, 1], 1.0, tl.float32)
+    if L2NORM or DECAY == "channel":
+        at_TK, in_TK = tile_at(tokens, H * K, 0, K, SPAN, KP)
+        key = (start * H + h) * K
+        q_TK = tl.load(q + key + at_TK, mask=in_TK, other=0.0).to(tl.float32)
+        k_TK = tl.load(k + key + at_TK, mask=in_TK, other=0.0).to(tl.float32)
+    if L2NORM:
+        q_scale_T1 = 1.0 / tl.sqrt(row_sum(q_TK * q_TK) + 1e-6)
+        k_scale_T1 = 1.0 / tl.sqrt(row_sum(k_TK * k_TK) + 1e-6)
+        if hv % (HV // H) == 0:
+            store_scalars(q_norm + start * H + h, q_scale_T1, tokens, H, SPAN)
+            store_scalars(k_norm + start * H + h, k_scale_T1, tokens, H, SPAN)
+    part_M1 = tl.arange(0, SPAN // C)[:, None]
+    if DECAY == "channel":
+        at_TK, in_TK = tile_at(tokens, HV * K, 0, K, SPAN, KP)
+        at_TK += token_head * K
+        g_TK = tl.load(g + at_TK, mask=in_TK, other=0.0).to(tl.float32)
+        through_TK, past_TK = segment_sums(g_TK, C, SPAN, KP)
+        through_TK = tl.exp(through_TK)
+        k_TK *= k_scale_T1
+        q_TK *= through_TK * (q_scale_T1 * scale)
+        tl.store(q_decayed + at_TK, q_TK.to(q_decayed.dtype.element_ty), mask=in_TK)
+        tl.store(k_decayed + at_TK, (k_TK * through_TK).to(k_decayed.dtype.element_ty), mask=in_TK)
+        tl.store(k_ending + at_TK, (k_TK * tl.exp(past_TK)).to(k_ending.dtype.element_ty), mask=in_TK)
+        decay_MK = tl.exp(tl.sum(tl.reshape(g_TK, (SPAN // C, C, KP)), axis=1))
+        c_1K = tl.arange(0, KP)[None, :]
+        at_MK = (chunk_head + part_M1 * HV) * K + c_1K
+        tl.store(chunk_decay + at_MK, decay_MK, mask=(part_M1 < left) & (c_1K < K))
+    else:
+        through_T1 = tl.zeros([SPAN, 1], tl.float32)
+        past_T1 = tl.zeros([SPAN, 1], tl.float32)
         if DECAY == "head":
-            g_T = load_scalars(g + base, 0, tokens, HV, C)
-            through_T = tl.cumsum(g_T, axis=0)
-            past_T = tl.cumsum(g_T, axis=0, reverse=True) - g_T
-            tl.store(chunk_decay + chunk.to(tl.int64) * HV + hv, tl.exp(tl.sum(g_T, axis=0)))
-            store_scalars(row_decay + base, through_T, 0, tokens, HV, C)
-        store_scalars(q_rows + base, q_scale_T * tl.exp(through_T) * scale, 0, tokens, HV, C)
-        store_scalars(k_rows + base, k_scale_T * tl.exp(through_T), 0, tokens, HV, C)
-        store_scalars(end_rows + base, k_scale_T * tl.exp(past_T), 0, tokens, HV, C)
+            g_T1 = load_scalars(g + token_head, 0, tokens, HV, SPAN)
+            through_T1, past_T1 = segment_sums_of_scalars(g_T1, C, SPAN)
+            decay_M1 = tl.exp(row_sum(tl.reshape(g_T1, (SPAN // C, C))))
+            tl.store(chunk_decay + chunk_head + part_M1 * HV, decay_M1, mask=part_M1 < left)
+        through_T1 = tl.exp(through_T1)
+        store_scalars(q_rows + token_head, q_scale_T1 * through_T1 * scale, tokens, HV, SPAN)
+        store_scalars(k_rows + token_head, k_scale_T1 * through_T1, tokens, HV, SPAN)
+        store_scalars(end_rows + token_head, k_scale_T1 * tl.exp(past_T1), tokens, HV, SPAN)
 
 
 @triton.jit
-def normed_rows(
+def load_normed(
     x, norm, row, tokens, column, H: tl.constexpr, K: tl.constexpr, L2NORM: tl.constexpr, R: tl.constexpr,
     W: tl.constexpr,
 ):  # fmt: skip
-    """A tile of q or k in fp32, divided by its rows' norms where the operator normalises."""
-    x_RK = load_rows(x, row, tokens, H * K, column, K, R, W).to(tl.float32)
+    """A tile [R, W] of q or k in fp32, divided by its rows' norms where the operator normalises."""
+    at_RW, in_RW = tile_at(tokens - row, H * K, column, K, R, W)
+    x_RW = tl.load(x + row * (H * K) + at_RW, mask=in_RW, other=0.0).to(tl.float32)
     if L2NORM:
-        x_RK *= load_scalars(norm, row, tokens, H, R)[:, None]
-    return x_RK
+        x_RW *= load_scalars(norm, row, tokens, H, R)
+    return x_RW
 
 
 @triton.jit
 def diagonal_grams(
-    qk_RR, kk_RR, q_RK, k_RK, g_RK,
-    DECAY: tl.constexpr, DELTA: tl.constexpr, MMA: tl.constexpr, PRECISION: tl.constexpr, LEAF: tl.constexpr,
-    LOG_LEAF: tl.constexpr, LOG_R: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
+    qk_RR, kk_RR, q_RK, k_RK, g_RK, i_R1, j_1R,
+    DECAY: tl.constexpr, DELTA: tl.constexpr, MMA: tl.constexpr, PRECISION: tl.constexpr,
+    LEAF: tl.constexpr, LOG_LEAF: tl.constexpr, LOG_B: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """Adds to q k^T and k k^T of one half chunk, strictly below the diagonal, what these channels contribute."""
-    i_R1 = tl.arange(0, R)[:, None]
-    j_1R = tl.arange(0, R)[None, :]
+    """Adds to q k^T and k k^T, below the diagonal, what these channels contribute in blocks of 2^LOG_B rows."""
     if DECAY == "channel":
-        for level in tl.static_range(LOG_LEAF, LOG_R):
+        for level in tl.static_range(LOG_LEAF, LOG_B):
             factor_RK = half_factor(g_RK, 1 << level, R, W)
             mask_RR = half_mask(i_R1, j_1R, 1 << level)
             near_RK = (k_RK * factor_RK).to(MMA)
@@ -244,10 +285,10 @@ def diagonal_grams(
             if DELTA:
                 kk_RR += tl.where(mask_RR, tl.dot(near_RK, far_KR, input_precision=PRECISION), 0.0)
         if LEAF > 1:
-            decay_RK = leaf_factor(g_RK, LEAF, R, W)
+            decay_RK = leaf_decay(g_RK, LEAF, R, W)
             rise_RK = tl.exp(decay_RK)
             far_KR = tl.trans((k_RK * tl.exp(-decay_RK)).to(MMA))
-            mask_RR = leaf_mask(i_R1, j_1R, LEAF)
+            mask_RR = lower_mask(i_R1, j_1R, LEAF)
             part_RR = tl.dot((q_RK * rise_RK).to(MMA), far_KR, input_precision=PRECISION)
             qk_RR += tl.where(mask_RR, part_RR, 0.0)
             if DELTA:
@@ -262,136 +303,130 @@ def diagonal_grams(
 
 
 @triton.jit
-def store_block(base, x_RR, row, column, R: tl.constexpr, C: tl.constexpr):
-    """Write a block [R, R] of a chunk's matrix [C, C]."""
-    r_R = row + tl.arange(0, R)
-    c_R = column + tl.arange(0, R)
-    tl.store(base + r_R[:, None] * C + c_R[None, :], x_RR.to(base.dtype.element_ty))
+def store_matrix(base, x_RR, tokens, row, column, HV: tl.constexpr, C: tl.constexpr, R: tl.constexpr):
+    """Write a block [R, R] of the chunks' matrices."""
+    at_RR, in_RR = matrix_at(tokens, row, column, HV, C, R)
+    tl.store(base + at_RR, x_RR.to(base.dtype.element_ty), mask=in_RR)
 
 
-@triton.jit(do_not_specialize=["length", "per_sequence"])
+@triton.jit
+def load_beta(beta, row, tokens, stride, floor, R: tl.constexpr):
+    """beta [R, 1], kept off 0 so that its gradient, a quotient of two multiples of beta, exists there too."""
+    beta_R1 = load_scalars(beta, row, tokens, stride, R)
+    beta_R1 = tl.where(tl.abs(beta_R1) < floor, floor, beta_R1)
+    return tl.where(row + tl.arange(0, R)[:, None] < tokens, beta_R1, 0.0)
+
+
+@triton.jit(do_not_specialize=["length", "spans"])
 def gram_kernel(
-    q, k, g, beta, chunks, q_norm, k_norm, row_decay, scores, solve, scale, beta_floor, length, per_sequence,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr, R: tl.constexpr, LOG_R: tl.constexpr,
+    q, k, g, beta, chunks, q_norm, k_norm, scores, solve, scale, beta_floor, length, spans,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr, R: tl.constexpr, LOG_B: tl.constexpr,
     LEAF: tl.constexpr, LOG_LEAF: tl.constexpr, BK: tl.constexpr,
     DECAY: tl.constexpr, DELTA: tl.constexpr, L2NORM: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Scores P [C, C] and solve M = (I + L)^-1 Diag(beta) [C, C] of one chunk and head, in half chunks of R rows.
+    """Scores P and solve M = (I + L)^-1 Diag(beta) [C, C] of one head and one chunk (in two halves) or span.
 
     P_ij = s sum_c q_ic k_jc e^(G_ic - G_jc) for i >= j;  L_ij = beta_i sum_c k_ic k_jc e^(G_ic - G_jc) for i > j.
     """
-    chunk = tl.program_id(0)
+    HALVES: tl.constexpr = C > R
+    SPAN: tl.constexpr = C if HALVES else R
+    MMA: tl.constexpr = q.dtype.element_ty
     hv = tl.program_id(1)
     h = hv // (HV // H)
-    start, tokens = chunk_span(chunks, chunk, length, per_sequence, C, PACKED)
+    start, tokens = span_of(chunks, tl.program_id(0), length, spans, SPAN, PACKED)
     if tokens <= 0:
         return
-    MMA: tl.constexpr = q.dtype.element_ty
     q += (start * H + h) * K
     k += (start * H + h) * K
     if L2NORM:
         q_norm += start * H + h
         k_norm += start * H + h
+    token_head = start * HV + hv
+    scores += token_head * C
+    if DECAY == "channel":
+        g += token_head * K
     i_R1 = tl.arange(0, R)[:, None]
     j_1R = tl.arange(0, R)[None, :]
     qk0_RR = tl.zeros([R, R], tl.float32)
     kk0_RR = tl.zeros([R, R], tl.float32)
-    own0_R = tl.zeros([R], tl.float32)
-    if C > R:
+    own0_R1 = tl.zeros([R, 1], tl.float32)
+    if HALVES:
         qk1_RR = tl.zeros([R, R], tl.float32)
         kk1_RR = tl.zeros([R, R], tl.float32)
         qk10_RR = tl.zeros([R, R], tl.float32)
         kk10_RR = tl.zeros([R, R], tl.float32)
-        own1_R = tl.zeros([R], tl.float32)
+        own1_R1 = tl.zeros([R, 1], tl.float32)
     for column in range(0, K, BK):
-        q0_RK = normed_rows(q, q_norm, 0, tokens, column, H, K, L2NORM, R, BK)
-        k0_RK = normed_rows(k, k_norm, 0, tokens, column, H, K, L2NORM, R, BK)
-        own0_R += tl.sum(q0_RK * k0_RK, axis=1)
+        q0_RK = load_normed(q, q_norm, 0, tokens, column, H, K, L2NORM, R, BK)
+        k0_RK = load_normed(k, k_norm, 0, tokens, column, H, K, L2NORM, R, BK)
+        own0_R1 += row_sum(q0_RK * k0_RK)
         g0_RK = q0_RK
         if DECAY == "channel":
-            g_base = g + (start * HV + hv) * K
-            g0_RK = load_rows(g_base, 0, tokens, HV * K, column, K, R, BK).to(tl.float32)
+            g0_RK = load_normed(g, g, 0, tokens, column, HV, K, False, R, BK)
         qk0_RR, kk0_RR = diagonal_grams(
-            qk0_RR, kk0_RR, q0_RK, k0_RK, g0_RK, DECAY, DELTA, MMA, PRECISION, LEAF, LOG_LEAF, LOG_R, R, BK
+            qk0_RR, kk0_RR, q0_RK, k0_RK, g0_RK, i_R1, j_1R, DECAY, DELTA, MMA, PRECISION, LEAF, LOG_LEAF, LOG_B, R, BK
         )
-        if C > R:
-            q1_RK = normed_rows(q, q_norm, R, tokens, column, H, K, L2NORM, R, BK)
-            k1_RK = normed_rows(k, k_norm, R, tokens, column, H, K, L2NORM, R, BK)
-            own1_R += tl.sum(q1_RK * k1_RK, axis=1)
+        if HALVES:
+            q1_RK = load_normed(q, q_norm, R, tokens, column, H, K, L2NORM, R, BK)
+            k1_RK = load_normed(k, k_norm, R, tokens, column, H, K, L2NORM, R, BK)
+            own1_R1 += row_sum(q1_RK * k1_RK)
             g1_RK = q1_RK
             if DECAY == "channel":
-                g1_RK = load_rows(g_base, R, tokens, HV * K, column, K, R, BK).to(tl.float32)
+                g1_RK = load_normed(g, g, R, tokens, column, HV, K, False, R, BK)
             qk1_RR, kk1_RR = diagonal_grams(
-                qk1_RR, kk1_RR, q1_RK, k1_RK, g1_RK, DECAY, DELTA, MMA, PRECISION, LEAF, LOG_LEAF, LOG_R, R, BK
-            )
+                qk1_RR, kk1_RR, q1_RK, k1_RK, g1_RK, i_R1, j_1R, DECAY, DELTA, MMA, PRECISION, LEAF, LOG_LEAF, LOG_B,
+                R, BK,
+            )  # fmt: skip
             if DECAY == "channel":
-                # both relative to the boundary between the halves
+                # both halves relative to the boundary between them
                 since_RK = tl.exp(tl.cumsum(g1_RK, axis=0))
-                until_RK = tl.exp(tl.cumsum(g0_RK, axis=0, reverse=True) - g0_RK)
                 q1_RK *= since_RK
                 k1_RK *= since_RK
-                k0_RK *= until_RK
+                k0_RK *= tl.exp(tl.cumsum(g0_RK, axis=0, reverse=True) - g0_RK)
             far_KR = tl.trans(k0_RK.to(MMA))
             qk10_RR += tl.dot(q1_RK.to(MMA), far_KR, input_precision=PRECISION)
             if DELTA:
                 kk10_RR += tl.dot(k1_RK.to(MMA), far_KR, input_precision=PRECISION)
 
-    # j before i, and below the diagonal of the whole chunk everything in block (1, 0)
-    lower_RR = i_R1 > j_1R
+    below_RR = lower_mask(i_R1, j_1R, C)
     if DECAY == "head":
-        row_decay += start * HV + hv
-        decay0_R = load_scalars(row_decay, 0, tokens, HV, R)
-        # rows past the last token must not see a decay of 0 after one of -1000
-        between_RR = pair_decay(decay0_R, decay0_R, lower_RR & (i_R1 < tokens))
+        g0_R1 = load_scalars(g + token_head, 0, tokens, HV, R)
+        through0_R1, past0_R1 = segment_sums_of_scalars(g0_R1, min(R, C), R)
+        between_RR = pair_decay(through0_R1, tl.trans(through0_R1), below_RR)
         qk0_RR *= between_RR
         kk0_RR *= between_RR
-        if C > R:
-            decay1_R = load_scalars(row_decay, R, tokens, HV, R)
-            between_RR = pair_decay(decay1_R, decay1_R, lower_RR & (R + i_R1 < tokens))
+        if HALVES:
+            g1_R1 = load_scalars(g + token_head, R, tokens, HV, R)
+            through1_R1, _ = segment_sums_of_scalars(g1_R1, R, R)
+            between_RR = pair_decay(through1_R1, tl.trans(through1_R1), below_RR)
             qk1_RR *= between_RR
             kk1_RR *= between_RR
-            between_RR = pair_decay(decay1_R, decay0_R, (R + i_R1 < tokens) & (j_1R >= 0))
+            between_RR = tl.exp(through1_R1 + tl.trans(past0_R1))
             qk10_RR *= between_RR
             kk10_RR *= between_RR
-    matrix = (chunk.to(tl.int64) * HV + hv) * C * C
-    scores += matrix
-    score_RR = tl.where(lower_RR, qk0_RR, 0.0) + tl.where(i_R1 == j_1R, own0_R[:, None], 0.0)
-    store_block(scores, score_RR * scale, 0, 0, R, C)
-    if C > R:
-        score_RR = tl.where(lower_RR, qk1_RR, 0.0) + tl.where(i_R1 == j_1R, own1_R[:, None], 0.0)
-        store_block(scores, score_RR * scale, R, R, R, C)
-        store_block(scores, qk10_RR * scale, R, 0, R, C)
-        store_block(scores, tl.zeros([R, R], tl.float32), 0, R, R, C)
+    own_RR = tl.where(i_R1 == j_1R, own0_R1, 0.0)
+    store_matrix(scores, (tl.where(below_RR, qk0_RR, 0.0) + own_RR) * scale, tokens, 0, 0, HV, C, R)
+    if HALVES:
+        own_RR = tl.where(i_R1 == j_1R, own1_R1, 0.0)
+        store_matrix(scores, (tl.where(below_RR, qk1_RR, 0.0) + own_RR) * scale, tokens, R, R, HV, C, R)
+        store_matrix(scores, qk10_RR * scale, tokens, R, 0, HV, C, R)
+        store_matrix(scores, tl.zeros([R, R], tl.float32), tokens, 0, R, HV, C, R)
     if DELTA:
-        solve += matrix
-        beta += start * HV + hv
-        beta0_R = floored_beta(beta, 0, tokens, HV, beta_floor, R)
-        l0_RR = tl.where(lower_RR, kk0_RR * beta0_R[:, None], 0.0)
-        inverse0_RR = unit_lower_inverse(l0_RR, R, LOG_R, PRECISION)
-        store_block(solve, inverse0_RR * beta0_R[None, :], 0, 0, R, C)
-        if C > R:
-            beta1_R = floored_beta(beta, R, tokens, HV, beta_floor, R)
-            l1_RR = tl.where(lower_RR, kk1_RR * beta1_R[:, None], 0.0)
-            inverse1_RR = unit_lower_inverse(l1_RR, R, LOG_R, PRECISION)
-            store_block(solve, inverse1_RR * beta1_R[None, :], R, R, R, C)
-            cross_RR = tl.dot(inverse1_RR, kk10_RR * beta1_R[:, None], input_precision=PRECISION)
+        solve += token_head * C
+        beta += token_head
+        beta0_R1 = load_beta(beta, 0, tokens, HV, beta_floor, R)
+        l_RR = tl.where(below_RR, kk0_RR * beta0_R1, 0.0)
+        inverse0_RR = unit_lower_inverse(l_RR, i_R1, j_1R, LOG_B, PRECISION)
+        store_matrix(solve, inverse0_RR * tl.trans(beta0_R1), tokens, 0, 0, HV, C, R)
+        if HALVES:
+            beta1_R1 = load_beta(beta, R, tokens, HV, beta_floor, R)
+            l_RR = tl.where(below_RR, kk1_RR * beta1_R1, 0.0)
+            inverse1_RR = unit_lower_inverse(l_RR, i_R1, j_1R, LOG_B, PRECISION)
+            store_matrix(solve, inverse1_RR * tl.trans(beta1_R1), tokens, R, R, HV, C, R)
+            cross_RR = tl.dot(inverse1_RR, kk10_RR * beta1_R1, input_precision=PRECISION)
             cross_RR = -tl.dot(cross_RR, inverse0_RR, input_precision=PRECISION)
-            store_block(solve, cross_RR * beta0_R[None, :], R, 0, R, C)
-            store_block(solve, tl.zeros([R, R], tl.float32), 0, R, R, C)
-
-
-@triton.jit
-def floored_beta(beta, row, tokens, stride, floor, R: tl.constexpr):
-    """beta, kept off 0 so that its gradient, a quotient of two multiples of beta, exists there too [R]."""
-    beta_R = load_scalars(beta, row, tokens, stride, R)
-    beta_R = tl.where(tl.abs(beta_R) < floor, floor, beta_R)
-    return tl.where(row + tl.arange(0, R) < tokens, beta_R, 0.0)
-
-
-@triton.jit
-def load_state(base, v_column, K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr):
-    """A slice of a state [K, V] as a tile [KP, BV]; zeros outside."""
-    return load_rows(base, 0, K, V, v_column, V, KP, BV)
+            store_matrix(solve, cross_RR * tl.trans(beta0_R1), tokens, R, 0, HV, C, R)
+            store_matrix(solve, tl.zeros([R, R], tl.float32), tokens, 0, R, HV, C, R)
 
 
 @triton.jit(do_not_specialize=["length", "per_sequence"])
@@ -402,7 +437,7 @@ def scan_kernel(
     BV: tl.constexpr, DECAY: tl.constexpr, DELTA: tl.constexpr, PACKED: tl.constexpr, INITIAL: tl.constexpr,
     OUTPUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The state over the chunks of one sequence, head and slice of V.
+    """The state over the chunks of one sequence, for one head and slice of V.
 
     V' = M (v - k_decayed S);  o = q_decayed S + P V';  S <- e^G_C S + k_ending^T V'. With OUTPUT, o and the final
     state are written (forward); without, every chunk's starting state and V' (for the backward).
@@ -413,65 +448,75 @@ def scan_kernel(
     sequence = tl.program_id(0) // slices // HV
     h = hv // (HV // H)
     MMA: tl.constexpr = q.dtype.element_ty
+    first, count = sequence_of(offsets, sequence, per_sequence, PACKED)
+    at_KV, in_KV = tile_at(K, V, v_column, V, KP, BV)
     state_base = (sequence.to(tl.int64) * HV + hv) * K * V
-    if PACKED:
-        first = tl.load(offsets + sequence).to(tl.int32)
-        last = tl.load(offsets + sequence + 1).to(tl.int32)
-    else:
-        first = sequence * per_sequence
-        last = first + per_sequence
     state_KV = tl.zeros([KP, BV], tl.float32)
     if INITIAL:
-        state_KV += load_state(initial_state + state_base, v_column, K, V, KP, BV).to(tl.float32)
-    for step in range(0, last - first):
+        state_KV += tl.load(initial_state + state_base + at_KV, mask=in_KV, other=0.0)
+    KEY_HEADS: tl.constexpr = HV if DECAY == "channel" else H
+    at_TK, _ = tile_at(C, KEY_HEADS * K, 0, K, C, KP)
+    at_KT, _ = transposed_at(C, KEY_HEADS * K, 0, K, C, KP)
+    at_TV, _ = tile_at(C, HV * V, v_column, V, C, BV)
+    at_TT, _ = tile_at(C, HV * C, 0, C, C, C)
+    i_T1 = tl.arange(0, C)[:, None]
+    j_1T = tl.arange(0, C)[None, :]
+    c_K1 = tl.arange(0, KP)[:, None]
+    in_K1 = c_K1 < K
+    in_1K = tl.arange(0, KP)[None, :] < K
+    in_1V = v_column + tl.arange(0, BV)[None, :] < V
+    for step in range(0, count):
         chunk = first + step
-        start, tokens = chunk_span(chunks, chunk, length, per_sequence, C, PACKED)
+        start, tokens = span_of(chunks, chunk, length, per_sequence, C, PACKED)
         chunk_head = chunk.to(tl.int64) * HV + hv
         token_head = start * HV + hv
+        key = token_head * K
+        if DECAY != "channel":
+            key = (start * H + h) * K
+        here_T1 = i_T1 < tokens
+        in_TK = here_T1 & in_1K
+        in_TV = here_T1 & in_1V
+        in_KT = in_K1 & (j_1T < tokens)
         narrow_KV = state_KV.to(MMA)
-        v_TV = load_rows(v + token_head * V, 0, tokens, HV * V, v_column, V, C, BV)
+        new_TV = tl.load(v + token_head * V + at_TV, mask=in_TV, other=0.0)
         if not OUTPUT:
-            store_rows(states + chunk_head * K * V, narrow_KV, 0, K, V, v_column, V, KP, BV)
+            tl.store(states + chunk_head * K * V + at_KV, narrow_KV, mask=in_KV)
         if DELTA:
             if DECAY == "channel":
-                k_TK = load_rows(k_decayed + token_head * K, 0, tokens, HV * K, 0, K, C, KP)
+                k_TK = tl.load(k_decayed + key + at_TK, mask=in_TK, other=0.0)
                 known_TV = tl.dot(k_TK, narrow_KV, input_precision=PRECISION)
             else:
-                k_TK = load_rows(k + (start * H + h) * K, 0, tokens, H * K, 0, K, C, KP)
+                k_TK = tl.load(k + key + at_TK, mask=in_TK, other=0.0)
                 known_TV = tl.dot(k_TK, narrow_KV, input_precision=PRECISION)
-                known_TV *= load_scalars(k_rows + token_head, 0, tokens, HV, C)[:, None]
-            solve_TT = load_rows(solve + chunk_head * C * C, 0, C, C, 0, C, C, C)
-            new_TV = tl.dot(solve_TT, (v_TV - known_TV).to(MMA), input_precision=PRECISION)
-        else:
-            new_TV = v_TV.to(tl.float32)
+                known_TV *= load_scalars(k_rows + token_head, 0, tokens, HV, C)
+            solve_TT = tl.load(solve + token_head * C + at_TT, mask=here_T1, other=0.0)
+            new_TV = tl.dot(solve_TT, (new_TV - known_TV).to(MMA), input_precision=PRECISION)
         new_narrow_TV = new_TV.to(MMA)
         if OUTPUT:
             if DECAY == "channel":
-                q_TK = load_rows(q_decayed + token_head * K, 0, tokens, HV * K, 0, K, C, KP)
+                q_TK = tl.load(q_decayed + key + at_TK, mask=in_TK, other=0.0)
                 o_TV = tl.dot(q_TK, narrow_KV, input_precision=PRECISION)
             else:
-                q_TK = load_rows(q + (start * H + h) * K, 0, tokens, H * K, 0, K, C, KP)
+                q_TK = tl.load(q + key + at_TK, mask=in_TK, other=0.0)
                 o_TV = tl.dot(q_TK, narrow_KV, input_precision=PRECISION)
-                o_TV *= load_scalars(q_rows + token_head, 0, tokens, HV, C)[:, None]
-            score_TT = load_rows(scores + chunk_head * C * C, 0, C, C, 0, C, C, C)
+                o_TV *= load_scalars(q_rows + token_head, 0, tokens, HV, C)
+            score_TT = tl.load(scores + token_head * C + at_TT, mask=here_T1, other=0.0)
             o_TV += tl.dot(score_TT, new_narrow_TV, input_precision=PRECISION)
-            store_rows(o + token_head * V, o_TV, 0, tokens, HV * V, v_column, V, C, BV)
+            tl.store(o + token_head * V + at_TV, o_TV.to(o.dtype.element_ty), mask=in_TV)
         elif DELTA:
-            store_rows(values + token_head * V, new_narrow_TV, 0, tokens, HV * V, v_column, V, C, BV)
+            tl.store(values + token_head * V + at_TV, new_narrow_TV, mask=in_TV)
         if DECAY == "channel":
-            c_K = tl.arange(0, KP)
-            decay_K = tl.load(chunk_decay + chunk_head * K + c_K, mask=c_K < K, other=0.0)
-            k_KT = load_columns(k_ending + token_head * K, 0, tokens, HV * K, 0, K, C, KP)
-            state_KV = state_KV * decay_K[:, None] + tl.dot(k_KT, new_narrow_TV, input_precision=PRECISION)
+            state_KV *= tl.load(chunk_decay + chunk_head * K + c_K1, mask=in_K1, other=0.0)
+            k_KT = tl.load(k_ending + key + at_KT, mask=in_KT, other=0.0)
+            state_KV += tl.dot(k_KT, new_narrow_TV, input_precision=PRECISION)
         else:
             if DECAY == "head":
                 state_KV *= tl.load(chunk_decay + chunk_head)
-            end_T = load_scalars(end_rows + token_head, 0, tokens, HV, C)
-            k_KT = load_columns(k + (start * H + h) * K, 0, tokens, H * K, 0, K, C, KP)
-            ending_TV = (new_TV * end_T[:, None]).to(MMA)
-            state_KV += tl.dot(k_KT, ending_TV, input_precision=PRECISION)
+            k_KT = tl.load(k + key + at_KT, mask=in_KT, other=0.0)
+            ending_TV = new_TV * load_scalars(end_rows + token_head, 0, tokens, HV, C)
+            state_KV += tl.dot(k_KT, ending_TV.to(MMA), input_precision=PRECISION)
     if OUTPUT:
-        store_rows(final_state + state_base, state_KV, 0, K, V, v_column, V, KP, BV)
+        tl.store(final_state + state_base + at_KV, state_KV, mask=in_KV)
 
 
 # ---- backward ------------------------------------------------------------------------------------------------------
@@ -496,316 +541,320 @@ def reverse_kernel(
     sequence = tl.program_id(0) // slices // HV
     h = hv // (HV // H)
     MMA: tl.constexpr = q.dtype.element_ty
+    first, count = sequence_of(offsets, sequence, per_sequence, PACKED)
+    at_KV, in_KV = tile_at(K, V, v_column, V, KP, BV)
     state_base = (sequence.to(tl.int64) * HV + hv) * K * V
-    if PACKED:
-        first = tl.load(offsets + sequence).to(tl.int32)
-        last = tl.load(offsets + sequence + 1).to(tl.int32)
-    else:
-        first = sequence * per_sequence
-        last = first + per_sequence
     grad_KV = tl.zeros([KP, BV], tl.float32)
     if FINAL:
-        grad_KV += load_state(grad_final + state_base, v_column, K, V, KP, BV).to(tl.float32)
-    for step in range(0, last - first):
-        chunk = last - 1 - step
-        start, tokens = chunk_span(chunks, chunk, length, per_sequence, C, PACKED)
+        grad_KV += tl.load(grad_final + state_base + at_KV, mask=in_KV, other=0.0)
+    KEY_HEADS: tl.constexpr = HV if DECAY == "channel" else H
+    at_TK, _ = tile_at(C, KEY_HEADS * K, 0, K, C, KP)
+    at_KT, _ = transposed_at(C, KEY_HEADS * K, 0, K, C, KP)
+    at_TV, _ = tile_at(C, HV * V, v_column, V, C, BV)
+    at_TT, _ = transposed_at(C, HV * C, 0, C, C, C)
+    i_T1 = tl.arange(0, C)[:, None]
+    j_1T = tl.arange(0, C)[None, :]
+    c_K1 = tl.arange(0, KP)[:, None]
+    in_K1 = c_K1 < K
+    in_1K = tl.arange(0, KP)[None, :] < K
+    in_1V = v_column + tl.arange(0, BV)[None, :] < V
+    for step in range(0, count):
+        chunk = first + count - 1 - step
+        start, tokens = span_of(chunks, chunk, length, per_sequence, C, PACKED)
         chunk_head = chunk.to(tl.int64) * HV + hv
         token_head = start * HV + hv
+        key = token_head * K
+        if DECAY != "channel":
+            key = (start * H + h) * K
+        here_T1 = i_T1 < tokens
+        here_1T = j_1T < tokens
+        in_TK = here_T1 & in_1K
+        in_TV = here_T1 & in_1V
+        in_KT = in_K1 & here_1T
         narrow_KV = grad_KV.to(MMA)
-        store_rows(grad_states + chunk_head * K * V, narrow_KV, 0, K, V, v_column, V, KP, BV)
-        do_TV = load_rows(grad_o + token_head * V, 0, tokens, HV * V, v_column, V, C, BV)
-        score_TT = load_columns(scores + chunk_head * C * C, 0, C, C, 0, C, C, C)
+        tl.store(grad_states + chunk_head * K * V + at_KV, narrow_KV, mask=in_KV)
+        do_TV = tl.load(grad_o + token_head * V + at_TV, mask=in_TV, other=0.0)
         if DECAY == "channel":
-            end_TK = load_rows(k_ending + token_head * K, 0, tokens, HV * K, 0, K, C, KP)
-            dnew_TV = tl.dot(end_TK, narrow_KV, input_precision=PRECISION)
+            k_TK = tl.load(k_ending + key + at_TK, mask=in_TK, other=0.0)
+            dv_TV = tl.dot(k_TK, narrow_KV, input_precision=PRECISION)
         else:
-            k_TK = load_rows(k + (start * H + h) * K, 0, tokens, H * K, 0, K, C, KP)
-            dnew_TV = tl.dot(k_TK, narrow_KV, input_precision=PRECISION)
-            dnew_TV *= load_scalars(end_rows + token_head, 0, tokens, HV, C)[:, None]
-        dnew_TV += tl.dot(score_TT, do_TV.to(MMA), input_precision=PRECISION)
+            k_TK = tl.load(k + key + at_TK, mask=in_TK, other=0.0)
+            dv_TV = tl.dot(k_TK, narrow_KV, input_precision=PRECISION)
+            dv_TV *= load_scalars(end_rows + token_head, 0, tokens, HV, C)
+        score_TT = tl.load(scores + token_head * C + at_TT, mask=here_1T, other=0.0)
+        dv_TV += tl.dot(score_TT, do_TV.to(MMA), input_precision=PRECISION)
         if DELTA:
-            solve_TT = load_columns(solve + chunk_head * C * C, 0, C, C, 0, C, C, C)
-            dv_TV = tl.dot(solve_TT, dnew_TV.to(MMA), input_precision=PRECISION)
-        else:
-            dv_TV = dnew_TV
-        dv_narrow_TV = dv_TV.to(MMA)
-        store_rows(grad_v + token_head * V, dv_TV, 0, tokens, HV * V, v_column, V, C, BV)
+            solve_TT = tl.load(solve + token_head * C + at_TT, mask=here_1T, other=0.0)
+            dv_TV = tl.dot(solve_TT, dv_TV.to(MMA), input_precision=PRECISION)
+        tl.store(grad_v + token_head * V + at_TV, dv_TV.to(grad_v.dtype.element_ty), mask=in_TV)
         if DECAY == "channel":
-            c_K = tl.arange(0, KP)
-            decay_K = tl.load(chunk_decay + chunk_head * K + c_K, mask=c_K < K, other=0.0)
-            q_KT = load_columns(q_decayed + token_head * K, 0, tokens, HV * K, 0, K, C, KP)
-            grad_KV = grad_KV * decay_K[:, None] + tl.dot(q_KT, do_TV.to(MMA), input_precision=PRECISION)
+            grad_KV *= tl.load(chunk_decay + chunk_head * K + c_K1, mask=in_K1, other=0.0)
+            q_KT = tl.load(q_decayed + key + at_KT, mask=in_KT, other=0.0)
+            grad_KV += tl.dot(q_KT, do_TV.to(MMA), input_precision=PRECISION)
             if DELTA:
-                k_KT = load_columns(k_decayed + token_head * K, 0, tokens, HV * K, 0, K, C, KP)
-                grad_KV -= tl.dot(k_KT, dv_narrow_TV, input_precision=PRECISION)
+                k_KT = tl.load(k_decayed + key + at_KT, mask=in_KT, other=0.0)
+                grad_KV -= tl.dot(k_KT, dv_TV.to(MMA), input_precision=PRECISION)
         else:
             if DECAY == "head":
                 grad_KV *= tl.load(chunk_decay + chunk_head)
-            q_T = load_scalars(q_rows + token_head, 0, tokens, HV, C)
-            q_KT = load_columns(q + (start * H + h) * K, 0, tokens, H * K, 0, K, C, KP)
-            grad_KV += tl.dot(q_KT, (do_TV * q_T[:, None]).to(MMA), input_precision=PRECISION)
+            q_KT = tl.load(q + key + at_KT, mask=in_KT, other=0.0)
+            do_TV = do_TV * load_scalars(q_rows + token_head, 0, tokens, HV, C)
+            grad_KV += tl.dot(q_KT, do_TV.to(MMA), input_precision=PRECISION)
             if DELTA:
-                k_T = load_scalars(k_rows + token_head, 0, tokens, HV, C)
-                k_KT = load_columns(k + (start * H + h) * K, 0, tokens, H * K, 0, K, C, KP)
-                grad_KV -= tl.dot(k_KT, (dv_TV * k_T[:, None]).to(MMA), input_precision=PRECISION)
+                k_KT = tl.load(k + key + at_KT, mask=in_KT, other=0.0)
+                dv_TV *= load_scalars(k_rows + token_head, 0, tokens, HV, C)
+                grad_KV -= tl.dot(k_KT, dv_TV.to(MMA), input_precision=PRECISION)
     if INITIAL:
-        store_rows(grad_initial + state_base, grad_KV, 0, K, V, v_column, V, KP, BV)
+        tl.store(grad_initial + state_base + at_KV, grad_KV.to(grad_initial.dtype.element_ty), mask=in_KV)
 
 
-@triton.jit(do_not_specialize=["length", "per_sequence"])
+@triton.jit(do_not_specialize=["length", "spans"])
 def score_gradient_kernel(
-    q, v, beta, q_decayed, q_rows, row_decay, scores, states, values, grad_o, grad_v,
-    grad_scores, grad_solve, own_grads, q_dots, k_dots, grad_beta, chunks, scale, beta_floor, length, per_sequence,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, KP: tl.constexpr,
-    BV: tl.constexpr, DECAY: tl.constexpr, DELTA: tl.constexpr, L2NORM: tl.constexpr, PACKED: tl.constexpr,
-    PRECISION: tl.constexpr,
+    v, g, beta, o, values, grad_o, grad_v, grad_scores, grad_solve, own_grads, q_dots, k_dots, grad_beta,
+    chunks, scale, beta_floor, length, spans,
+    HV: tl.constexpr, V: tl.constexpr, C: tl.constexpr, SPAN: tl.constexpr, BV: tl.constexpr,
+    DECAY: tl.constexpr, DELTA: tl.constexpr, L2NORM: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of the two grams of one chunk and head, strictly below the diagonal, and of beta.
+    """Gradients of the two grams of one head and span, strictly below the diagonal, and of beta.
 
     grad_scores = s dO V'^T, grad_solve = -dv V'^T, both times the decay between the rows where it is per head. The
     diagonal of the first is kept apart in fp32 (own_grads): it has no part in dg, and would drown it. With a norm,
     q . dq = dO . o and k . dk = 2 beta dbeta - dv . v come from here, because later the channels are cut.
     """
-    chunk = tl.program_id(0)
     hv = tl.program_id(1)
-    h = hv // (HV // H)
-    start, tokens = chunk_span(chunks, chunk, length, per_sequence, C, PACKED)
+    start, tokens = span_of(chunks, tl.program_id(0), length, spans, SPAN, PACKED)
     if tokens <= 0:
         return
-    chunk_head = chunk.to(tl.int64) * HV + hv
     token_head = start * HV + hv
-    MMA: tl.constexpr = q.dtype.element_ty
-    i_T1 = tl.arange(0, C)[:, None]
-    j_1T = tl.arange(0, C)[None, :]
-    dscore_TT = tl.zeros([C, C], tl.float32)
-    dsolve_TT = tl.zeros([C, C], tl.float32)
-    own_T = tl.zeros([C], tl.float32)
-    dv_new_T = tl.zeros([C], tl.float32)
-    dv_v_T = tl.zeros([C], tl.float32)
-    q_dot_T = tl.zeros([C], tl.float32)
-    if L2NORM:
-        if DECAY == "channel":
-            q_TK = load_rows(q_decayed + token_head * K, 0, tokens, HV * K, 0, K, C, KP)
-        else:
-            q_TK = load_rows(q + (start * H + h) * K, 0, tokens, H * K, 0, K, C, KP)
-            q_T = load_scalars(q_rows + token_head, 0, tokens, HV, C)
+    MMA: tl.constexpr = grad_scores.dtype.element_ty
+    dscore_TT = tl.zeros([SPAN, SPAN], tl.float32)
+    dsolve_TT = tl.zeros([SPAN, SPAN], tl.float32)
+    own_T1 = tl.zeros([SPAN, 1], tl.float32)
+    dv_new_T1 = tl.zeros([SPAN, 1], tl.float32)
+    dv_v_T1 = tl.zeros([SPAN, 1], tl.float32)
+    do_o_T1 = tl.zeros([SPAN, 1], tl.float32)
     for v_column in range(0, V, BV):
-        do_TV = load_rows(grad_o + token_head * V, 0, tokens, HV * V, v_column, V, C, BV).to(MMA)
-        new_TV = load_rows(values + token_head * V, 0, tokens, HV * V, v_column, V, C, BV).to(tl.float32)
-        new_VT = load_columns(values + token_head * V, 0, tokens, HV * V, v_column, V, C, BV).to(MMA)
+        at_TV, in_TV = tile_at(tokens, HV * V, v_column, V, SPAN, BV)
+        at_TV += token_head * V
+        at_VT, in_VT = transposed_at(tokens, HV * V, v_column, V, SPAN, BV)
+        do_TV = tl.load(grad_o + at_TV, mask=in_TV, other=0.0).to(MMA)
+        new_TV = tl.load(values + at_TV, mask=in_TV, other=0.0).to(tl.float32)
+        new_VT = tl.load(values + token_head * V + at_VT, mask=in_VT, other=0.0).to(MMA)
         dscore_TT += tl.dot(do_TV, new_VT, input_precision=PRECISION)
-        own_T += tl.sum(do_TV * new_TV, axis=1)
+        own_T1 += row_sum(do_TV * new_TV)
         if DELTA or L2NORM:
-            dv_TV = load_rows(grad_v + token_head * V, 0, tokens, HV * V, v_column, V, C, BV).to(MMA)
-            v_TV = load_rows(v + token_head * V, 0, tokens, HV * V, v_column, V, C, BV).to(tl.float32)
-            dv_v_T += tl.sum(dv_TV * v_TV, axis=1)
+            dv_TV = tl.load(grad_v + at_TV, mask=in_TV, other=0.0).to(MMA)
         if DELTA:
             dsolve_TT -= tl.dot(dv_TV, new_VT, input_precision=PRECISION)
-            dv_new_T += tl.sum(dv_TV * new_TV, axis=1)
+            dv_new_T1 += row_sum(dv_TV * new_TV)
         if L2NORM:
-            state_KV = load_state(states + chunk_head * K * V, v_column, K, V, KP, BV)
-            past_TV = tl.dot(q_TK, state_KV, input_precision=PRECISION)
-            if DECAY != "channel":
-                past_TV *= q_T[:, None]
-            q_dot_T += tl.sum(past_TV * do_TV, axis=1)
-    if L2NORM:
-        score_TT = load_rows(scores + chunk_head * C * C, 0, C, C, 0, C, C, C).to(tl.float32)
-        q_dot_T += tl.sum(score_TT * dscore_TT, axis=1)
-        store_scalars(q_dots + token_head, q_dot_T, 0, tokens, HV, C)
-        k_dot_T = dv_v_T
-    dscore_TT *= scale
-    store_scalars(own_grads + token_head, own_T * scale, 0, tokens, HV, C)
-    # rows past the last token hold zeros already: their dO, dv and V' are zero
-    mask_TT = i_T1 > j_1T
+            v_TV = tl.load(v + at_TV, mask=in_TV, other=0.0).to(tl.float32)
+            o_TV = tl.load(o + at_TV, mask=in_TV, other=0.0).to(tl.float32)
+            dv_v_T1 += row_sum(dv_TV * v_TV)
+            do_o_T1 += row_sum(do_TV * o_TV)
+    i_T1 = tl.arange(0, SPAN)[:, None]
+    j_1T = tl.arange(0, SPAN)[None, :]
+    below_TT = lower_mask(i_T1, j_1T, C)
+    factor_TT = tl.where(below_TT, 1.0, 0.0)
     if DECAY == "head":
-        decay_T = load_scalars(row_decay + token_head, 0, tokens, HV, C)
-        between_TT = pair_decay(decay_T, decay_T, mask_TT & (i_T1 < tokens))
-        dscore_TT *= between_TT
-        dsolve_TT *= between_TT
-    store_block(grad_scores + chunk_head * C * C, tl.where(mask_TT, dscore_TT, 0.0), 0, 0, C, C)
+        g_T1 = load_scalars(g + token_head, 0, tokens, HV, SPAN)
+        through_T1, _ = segment_sums_of_scalars(g_T1, C, SPAN)
+        factor_TT = pair_decay(through_T1, tl.trans(through_T1), below_TT)
+    store_scalars(own_grads + token_head, own_T1 * scale, tokens, HV, SPAN)
+    store_matrix(grad_scores + token_head * C, dscore_TT * factor_TT * scale, tokens, 0, 0, HV, C, SPAN)
+    k_dot_T1 = dv_v_T1
     if DELTA:
-        store_block(grad_solve + chunk_head * C * C, tl.where(mask_TT, dsolve_TT, 0.0), 0, 0, C, C)
-        beta_T = floored_beta(beta + token_head, 0, tokens, HV, beta_floor, C)
-        inverse_T = 1.0 / tl.where(beta_T == 0.0, 1.0, beta_T)
+        store_matrix(grad_solve + token_head * C, dsolve_TT * factor_TT, tokens, 0, 0, HV, C, SPAN)
+        beta_T1 = load_beta(beta + token_head, 0, tokens, HV, beta_floor, SPAN)
         # two divisions: the square of a small beta would vanish
-        store_scalars(grad_beta + token_head, dv_new_T * inverse_T * inverse_T, 0, tokens, HV, C)
-        if L2NORM:
-            k_dot_T = 2.0 * dv_new_T * inverse_T - dv_v_T
+        dv_new_T1 /= tl.where(beta_T1 == 0.0, 1.0, beta_T1)
+        k_dot_T1 = 2.0 * dv_new_T1 - dv_v_T1
+        dv_new_T1 /= tl.where(beta_T1 == 0.0, 1.0, beta_T1)
+        store_scalars(grad_beta + token_head, dv_new_T1, tokens, HV, SPAN)
     if L2NORM:
-        store_scalars(k_dots + token_head, k_dot_T, 0, tokens, HV, C)
-
-
-@triton.jit
-def masked_gram(base, mask_TT, C: tl.constexpr):
-    """The entries of a chunk's matrix [C, C] that ``mask`` keeps, straight from memory."""
-    r_T = tl.arange(0, C)
-    return tl.load(base + r_T[:, None] * C + r_T[None, :], mask=mask_TT, other=0.0)
-
-
-@triton.jit
-def masked_gram_transposed(base, mask_TT, C: tl.constexpr):
-    """The transpose of :func:`masked_gram`; ``mask`` is that of the transposed matrix."""
-    r_T = tl.arange(0, C)
-    return tl.load(base + r_T[:, None] + r_T[None, :] * C, mask=mask_TT, other=0.0)
+        store_scalars(q_dots + token_head, do_o_T1, tokens, HV, SPAN)
+        store_scalars(k_dots + token_head, k_dot_T1, tokens, HV, SPAN)
 
 
 @triton.jit
 def gram_products(
-    dq_TK, dk_TK, dg_TK, q_TK, k_TK, rise_TK, fall_TK, grad_scores, grad_solve, mask_TT, mask_t_TT,
-    DELTA: tl.constexpr, MMA: tl.constexpr, PRECISION: tl.constexpr, C: tl.constexpr,
+    dq_TK, dk_TK, dg_TK, q_TK, k_TK, rise_TK, fall_TK, grad_scores, grad_solve, at_TT, at_t_TT, in_TT, in_t_TT,
+    DELTA: tl.constexpr, MMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Adds what the grams' entries under ``mask`` give to dq, dk and dG, with e^(G_i - G_j) = rise_i fall_j.
+    """Adds what the grams' entries under a mask give to dq, dk and dG, with e^(G_i - G_j) = rise_i fall_j.
 
-    An entry (i, j) adds the same amount to dG_i as it takes from dG_j. Both are formed from the *rounded* factors, so
-    that they cancel exactly in the running sum: the difference of two roundings would drown the gradient of a strong
-    decay.
+    An entry (i, j) adds to dG_i what it takes from dG_j. Both are formed from the *rounded* factors, so that they
+    cancel exactly in the running sum: the difference of two roundings would drown the gradient of a strong decay.
     """
     fallen_TK = (k_TK * fall_TK).to(MMA)
     risen_TK = (q_TK * rise_TK).to(MMA)
-    dscore_TT = masked_gram(grad_scores, mask_TT, C)
+    dscore_TT = tl.load(grad_scores + at_TT, mask=in_TT, other=0.0)
     row_TK = tl.dot(dscore_TT, fallen_TK, input_precision=PRECISION)
     dq_TK += rise_TK * row_TK
     dg_TK += risen_TK * row_TK
-    dscore_t_TT = masked_gram_transposed(grad_scores, mask_t_TT, C)
+    dscore_t_TT = tl.load(grad_scores + at_t_TT, mask=in_t_TT, other=0.0)
     column_TK = tl.dot(dscore_t_TT, risen_TK, input_precision=PRECISION)
     if DELTA:
         risen_TK = (k_TK * rise_TK).to(MMA)
-        dsolve_TT = masked_gram(grad_solve, mask_TT, C)
+        dsolve_TT = tl.load(grad_solve + at_TT, mask=in_TT, other=0.0)
         row_TK = tl.dot(dsolve_TT, fallen_TK, input_precision=PRECISION)
         dk_TK += rise_TK * row_TK
         dg_TK += risen_TK * row_TK
-        dsolve_t_TT = masked_gram_transposed(grad_solve, mask_t_TT, C)
+        dsolve_t_TT = tl.load(grad_solve + at_t_TT, mask=in_t_TT, other=0.0)
         column_TK += tl.dot(dsolve_t_TT, risen_TK, input_precision=PRECISION)
     dk_TK += fall_TK * column_TK
     dg_TK -= fallen_TK * column_TK
     return dq_TK, dk_TK, dg_TK
 
 
-@triton.jit(do_not_specialize=["length", "per_sequence", "tokens_total"])
+@triton.jit(do_not_specialize=["length", "per_sequence", "spans", "tokens_total"])
 def gradient_kernel(
-    q, k, g, q_norm, k_norm, row_decay, states, grad_states, values, grad_o, grad_v, grad_scores, grad_solve,
-    own_grads, q_dots, k_dots, grad_q, grad_k, grad_g, chunks, scale, length, per_sequence, tokens_total,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, LOG_C: tl.constexpr,
-    LEAF: tl.constexpr, LOG_LEAF: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    q, k, g, q_norm, k_norm, states, grad_states, values, grad_o, grad_v, grad_scores, grad_solve,
+    own_grads, q_dots, k_dots, grad_q, grad_k, grad_g, chunks, scale, length, per_sequence, spans, tokens_total,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, SPAN: tl.constexpr,
+    LOG_C: tl.constexpr, LEAF: tl.constexpr, LOG_LEAF: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     DECAY: tl.constexpr, DELTA: tl.constexpr, L2NORM: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dq, dk and dg of one chunk, key head and slice of K, summed in fp32 over the key head's value heads.
+    """dq, dk and dg of one span, key head and slice of K, summed in fp32 over the key head's value heads.
 
-    dq_i = e^G_i s dO_i S^T + sum_j dP_ij k_j e^(G_i - G_j), and so on (README); dg is the reverse running sum of
-    dG_i = q_i dq_i + k_i (dk_row_i - dk_col_i) without the diagonal of dP. With a decay per head, grad_g holds one
-    part per slice of K: [slices, tokens, HV].
+    dq_i = e^G_i s dO_i S^T + sum_j dP_ij k_j e^(G_i - G_j), and so on (README); dg is the running sum, from the end of
+    the chunk, of dG_i = q_i dq_i + k_i (dk_row_i - dk_column_i), in which the diagonal of dP has no part. With a decay
+    per head, grad_g holds one part per slice of K: [slices, tokens, HV].
     """
     slices = tl.cdiv(K, BK)
-    chunk = tl.program_id(0) // slices
+    span = tl.program_id(0) // slices
     column = (tl.program_id(0) % slices) * BK
     h = tl.program_id(1)
-    start, tokens = chunk_span(chunks, chunk, length, per_sequence, C, PACKED)
+    start, tokens = span_of(chunks, span, length, spans, SPAN, PACKED)
     if tokens <= 0:
         return
+    first_chunk = span
+    if not PACKED:
+        first_chunk = (span // spans) * per_sequence + (span % spans) * (SPAN // C)
     MMA: tl.constexpr = q.dtype.element_ty
     GROUP: tl.constexpr = HV // H
-    i_T1 = tl.arange(0, C)[:, None]
-    j_1T = tl.arange(0, C)[None, :]
-    key_base = (start * H + h) * K
+    key = (start * H + h) * K
     if L2NORM:
         q_norm += start * H + h
         k_norm += start * H + h
-    q_TK = normed_rows(q + key_base, q_norm, 0, tokens, column, H, K, L2NORM, C, BK)
-    k_TK = normed_rows(k + key_base, k_norm, 0, tokens, column, H, K, L2NORM, C, BK)
-    dq_sum_TK = tl.zeros([C, BK], tl.float32)
-    dk_sum_TK = tl.zeros([C, BK], tl.float32)
-    q_dot_T = tl.zeros([C], tl.float32)
-    k_dot_T = tl.zeros([C], tl.float32)
+    q_TK = load_normed(q + key, q_norm, 0, tokens, column, H, K, L2NORM, SPAN, BK)
+    k_TK = load_normed(k + key, k_norm, 0, tokens, column, H, K, L2NORM, SPAN, BK)
+    i_T1 = tl.arange(0, SPAN)[:, None]
+    j_1T = tl.arange(0, SPAN)[None, :]
+    at_TT, in_TT = matrix_at(tokens, 0, 0, HV, C, SPAN)
+    at_t_TT = j_1T * (HV * C) + i_T1 % C
+    in_t_TT = (j_1T < tokens) & (i_T1 // C == j_1T // C)
+    dq_sum_TK = tl.zeros([SPAN, BK], tl.float32)
+    dk_sum_TK = tl.zeros([SPAN, BK], tl.float32)
+    q_dot_T1 = tl.zeros([SPAN, 1], tl.float32)
+    k_dot_T1 = tl.zeros([SPAN, 1], tl.float32)
     for member in range(0, GROUP):
         hv = h * GROUP + member
-        chunk_head = chunk.to(tl.int64) * HV + hv
         token_head = start * HV + hv
-        dq_TK = tl.zeros([C, BK], tl.float32)
-        dk_row_TK = tl.zeros([C, BK], tl.float32)
-        dk_end_TK = tl.zeros([C, BK], tl.float32)
-        carried_K = tl.zeros([BK], tl.float32)
-        for v_column in range(0, V, BV):
-            do_TV = load_rows(grad_o + token_head * V, 0, tokens, HV * V, v_column, V, C, BV).to(MMA)
-            state_VK = load_columns(states + chunk_head * K * V, column, K, V, v_column, V, BK, BV)
-            dq_TK += tl.dot(do_TV, state_VK, input_precision=PRECISION)
-            if DELTA:
-                dv_TV = load_rows(grad_v + token_head * V, 0, tokens, HV * V, v_column, V, C, BV).to(MMA)
-                dk_row_TK -= tl.dot(dv_TV, state_VK, input_precision=PRECISION)
-            new_TV = load_rows(values + token_head * V, 0, tokens, HV * V, v_column, V, C, BV).to(MMA)
-            dstate_VK = load_columns(grad_states + chunk_head * K * V, column, K, V, v_column, V, BK, BV)
-            dk_end_TK += tl.dot(new_TV, dstate_VK, input_precision=PRECISION)
+        dq_TK = tl.zeros([SPAN, BK], tl.float32)
+        dk_TK = tl.zeros([SPAN, BK], tl.float32)
+        dk_end_TK = tl.zeros([SPAN, BK], tl.float32)
+        carried_TK = tl.zeros([SPAN, BK], tl.float32)
+        for part in tl.static_range(SPAN // C):
+            chunk_head = (first_chunk + part).to(tl.int64) * HV + hv
+            own_T1 = (i_T1 // C == part) & (i_T1 < tokens)
+            carried_K = tl.zeros([BK], tl.float32)
+            for v_column in range(0, V, BV):
+                at_TV, in_TV = tile_at(tokens, HV * V, v_column, V, SPAN, BV)
+                at_TV += token_head * V
+                in_TV = in_TV & own_T1
+                at_VK, in_VK = transposed_at(K - column, V, v_column, V, BK, BV)
+                at_VK += (chunk_head * K + column) * V
+                in_VK = in_VK & (part * C < tokens)
+                do_TV = tl.load(grad_o + at_TV, mask=in_TV, other=0.0).to(MMA)
+                state_VK = tl.load(states + at_VK, mask=in_VK, other=0.0)
+                dq_TK += tl.dot(do_TV, state_VK, input_precision=PRECISION)
+                if DELTA:
+                    dv_TV = tl.load(grad_v + at_TV, mask=in_TV, other=0.0).to(MMA)
+                    dk_TK -= tl.dot(dv_TV, state_VK, input_precision=PRECISION)
+                new_TV = tl.load(values + at_TV, mask=in_TV, other=0.0).to(MMA)
+                dstate_VK = tl.load(grad_states + at_VK, mask=in_VK, other=0.0)
+                dk_end_TK += tl.dot(new_TV, dstate_VK, input_precision=PRECISION)
+                if DECAY != "none":
+                    carried_K += tl.sum(state_VK.to(tl.float32) * dstate_VK.to(tl.float32), axis=0)
             if DECAY != "none":
-                carried_K += tl.sum(state_VK.to(tl.float32) * dstate_VK.to(tl.float32), axis=0)
+                # at the chunk's last row, tokens or not: the running sum takes it to every row
+                carried_TK += tl.where(i_T1 == part * C + C - 1, carried_K[None, :], 0.0)
         dq_TK *= scale
         if DECAY == "channel":
-            g_TK = load_rows(g + token_head * K, 0, tokens, HV * K, column, K, C, BK).to(tl.float32)
-            through_TK, past_TK = segment_decay(g_TK, C, C, BK)
+            at_TK, in_TK = tile_at(tokens, HV * K, column, K, SPAN, BK)
+            at_TK += token_head * K
+            g_TK = tl.load(g + at_TK, mask=in_TK, other=0.0).to(tl.float32)
+            through_TK, past_TK = segment_sums(g_TK, C, SPAN, BK)
             through_TK = tl.exp(through_TK)
             dq_TK *= through_TK
-            dk_row_TK *= through_TK
+            dk_TK *= through_TK
             dk_end_TK *= tl.exp(past_TK)
-            carried_K *= tl.exp(tl.sum(g_TK, axis=0))
+            carried_TK *= through_TK
         if DECAY == "head":
-            through_T = load_scalars(row_decay + token_head, 0, tokens, HV, C)
-            # the last token's row holds the whole chunk's decay
-            total = tl.sum(tl.where(tl.arange(0, C) == tokens - 1, through_T, 0.0), axis=0)
-            past_T = tl.where(tl.arange(0, C) < tokens, total - through_T, 0.0)
-            dq_TK *= tl.exp(through_T)[:, None]
-            dk_row_TK *= tl.exp(through_T)[:, None]
-            dk_end_TK *= tl.exp(past_T)[:, None]
-            carried_K *= tl.exp(total)
-        dk_TK = dk_row_TK + dk_end_TK
-        # what the state carries past the chunk: every step of the chunk has a part in it
-        carried_K += tl.sum(k_TK * dk_end_TK, axis=0)
-        dg_TK = q_TK * dq_TK + k_TK * (dk_row_TK - dk_end_TK)
-        dscore = grad_scores + chunk_head * C * C
+            g_T1 = load_scalars(g + token_head, 0, tokens, HV, SPAN)
+            through_T1, past_T1 = segment_sums_of_scalars(g_T1, C, SPAN)
+            through_T1 = tl.exp(through_T1)
+            dq_TK *= through_T1
+            dk_TK *= through_T1
+            dk_end_TK *= tl.exp(past_T1)
+            carried_TK *= through_T1
+        # what a chunk leaves to its end is decayed by every later step of the chunk: sum of the rows before
+        dg_TK = q_TK * dq_TK + k_TK * dk_TK + carried_TK
+        ending_TK = k_TK * dk_end_TK
+        dk_TK += dk_end_TK
+        dscore = grad_scores + token_head * C
         dsolve = grad_solve
         if DELTA:
-            dsolve += chunk_head * C * C
+            dsolve += token_head * C
         if DECAY == "channel":
             for level in tl.static_range(LOG_LEAF, LOG_C):
-                factor_TK = half_factor(g_TK, 1 << level, C, BK)
-                mask_TT = half_mask(i_T1, j_1T, 1 << level)
-                mask_t_TT = half_mask(j_1T, i_T1, 1 << level)
+                factor_TK = half_factor(g_TK, 1 << level, SPAN, BK)
+                level_TT = in_TT & half_mask(i_T1, j_1T, 1 << level)
+                level_t_TT = in_t_TT & half_mask(j_1T, i_T1, 1 << level)
                 dq_TK, dk_TK, dg_TK = gram_products(
-                    dq_TK, dk_TK, dg_TK, q_TK, k_TK, factor_TK, factor_TK, dscore, dsolve, mask_TT, mask_t_TT,
-                    DELTA, MMA, PRECISION, C,
+                    dq_TK, dk_TK, dg_TK, q_TK, k_TK, factor_TK, factor_TK, dscore, dsolve, at_TT, at_t_TT,
+                    level_TT, level_t_TT, DELTA, MMA, PRECISION,
                 )  # fmt: skip
             if LEAF > 1:
-                decay_TK = leaf_factor(g_TK, LEAF, C, BK)
-                mask_TT = leaf_mask(i_T1, j_1T, LEAF)
-                mask_t_TT = leaf_mask(j_1T, i_T1, LEAF)
+                decay_TK = leaf_decay(g_TK, LEAF, SPAN, BK)
+                level_TT = in_TT & lower_mask(i_T1, j_1T, LEAF)
+                level_t_TT = in_t_TT & lower_mask(j_1T, i_T1, LEAF)
                 dq_TK, dk_TK, dg_TK = gram_products(
-                    dq_TK, dk_TK, dg_TK, q_TK, k_TK, tl.exp(decay_TK), tl.exp(-decay_TK), dscore, dsolve,
-                    mask_TT, mask_t_TT, DELTA, MMA, PRECISION, C,
+                    dq_TK, dk_TK, dg_TK, q_TK, k_TK, tl.exp(decay_TK), tl.exp(-decay_TK), dscore, dsolve, at_TT,
+                    at_t_TT, level_TT, level_t_TT, DELTA, MMA, PRECISION,
                 )  # fmt: skip
-            dg_TK = tl.cumsum(dg_TK, axis=0, reverse=True) + carried_K[None, :]
-            store_rows(grad_g + token_head * K, dg_TK, 0, tokens, HV * K, column, K, C, BK)
+            _, past_TK = segment_sums(dg_TK, C, SPAN, BK)
+            before_TK, _ = segment_sums(ending_TK, C, SPAN, BK)
+            # dG of this row and those after, and what the rows before leave to the end of the chunk
+            dg_TK += past_TK + before_TK - ending_TK
+            tl.store(grad_g + at_TK, dg_TK.to(grad_g.dtype.element_ty), mask=in_TK)
         else:
             # the grams' gradients hold the decay between the rows already
-            one_TK = tl.full([C, BK], 1.0, tl.float32)
-            mask_TT = (i_T1 >= 0) & (j_1T >= 0)
+            one_TK = tl.full([SPAN, BK], 1.0, tl.float32)
             dq_TK, dk_TK, dg_TK = gram_products(
-                dq_TK, dk_TK, dg_TK, q_TK, k_TK, one_TK, one_TK, dscore, dsolve, mask_TT, mask_TT,
-                DELTA, MMA, PRECISION, C,
+                dq_TK, dk_TK, dg_TK, q_TK, k_TK, one_TK, one_TK, dscore, dsolve, at_TT, at_t_TT, in_TT, in_t_TT,
+                DELTA, MMA, PRECISION,
             )  # fmt: skip
             if DECAY == "head":
-                dg_T = tl.cumsum(tl.sum(dg_TK, axis=1), axis=0, reverse=True) + tl.sum(carried_K, axis=0)
+                dg_T1, ending_T1 = row_sum(dg_TK), row_sum(ending_TK)
+                _, past_T1 = segment_sums_of_scalars(dg_T1, C, SPAN)
+                before_T1, _ = segment_sums_of_scalars(ending_T1, C, SPAN)
+                dg_T1 += past_T1 + before_T1 - ending_T1
                 part = (tl.program_id(0) % slices).to(tl.int64) * tokens_total * HV
-                store_scalars(grad_g + part + token_head, dg_T, 0, tokens, HV, C)
-        own_T = load_scalars(own_grads + token_head, 0, tokens, HV, C)
-        dq_sum_TK += dq_TK + own_T[:, None] * k_TK
-        dk_sum_TK += dk_TK + own_T[:, None] * q_TK
+                store_scalars(grad_g + part + token_head, dg_T1, tokens, HV, SPAN)
+        own_T1 = load_scalars(own_grads + token_head, 0, tokens, HV, SPAN)
+        dq_sum_TK += dq_TK + own_T1 * k_TK
+        dk_sum_TK += dk_TK + own_T1 * q_TK
         if L2NORM:
-            q_dot_T += load_scalars(q_dots + token_head, 0, tokens, HV, C)
-            k_dot_T += load_scalars(k_dots + token_head, 0, tokens, HV, C)
+            q_dot_T1 += load_scalars(q_dots + token_head, 0, tokens, HV, SPAN)
+            k_dot_T1 += load_scalars(k_dots + token_head, 0, tokens, HV, SPAN)
     if L2NORM:
-        q_scale_T = load_scalars(q_norm, 0, tokens, H, C)
-        k_scale_T = load_scalars(k_norm, 0, tokens, H, C)
-        dq_sum_TK = q_scale_T[:, None] * (dq_sum_TK - q_TK * q_dot_T[:, None])
-        dk_sum_TK = k_scale_T[:, None] * (dk_sum_TK - k_TK * k_dot_T[:, None])
-    store_rows(grad_q + key_base, dq_sum_TK, 0, tokens, H * K, column, K, C, BK)
-    store_rows(grad_k + key_base, dk_sum_TK, 0, tokens, H * K, column, K, C, BK)
+        dq_sum_TK = (dq_sum_TK - q_TK * q_dot_T1) * load_scalars(q_norm, 0, tokens, H, SPAN)
+        dk_sum_TK = (dk_sum_TK - k_TK * k_dot_T1) * load_scalars(k_norm, 0, tokens, H, SPAN)
+    at_TK, in_TK = tile_at(tokens, H * K, column, K, SPAN, BK)
+    tl.store(grad_q + key + at_TK, dq_sum_TK.to(grad_q.dtype.element_ty), mask=in_TK)
+    tl.store(grad_k + key + at_TK, dk_sum_TK.to(grad_k.dtype.element_ty), mask=in_TK)
 
 
 # ---- host ----------------------------------------------------------------------------------------------------------
@@ -830,6 +879,11 @@ def leaf_rows(dtype):
 def smallest_beta(dtype):
     """What a beta of 0 is computed as: invisible beside the dtype's rounding, and its multiples still numbers."""
     return 2.0**-13 if dtype == torch.float16 else 1e-15
+
+
+def traits(spec):
+    """Backward reads o where q is normed: q . dq, which its norm needs, is dO . o."""
+    return {"saved_outputs": ("o",) if spec.qk_l2norm else ()}
 
 
 def chunk_table(cu_seqlens, tokens, chunk):
@@ -858,20 +912,28 @@ def chunk_count(tensors, chunk):
     return length // chunk + cu_seqlens.shape[0] - 1
 
 
+def span_rows(tensors, rows, chunk):
+    """Tokens of a program where chunks have no order: packed sequences have chunks that do not adjoin."""
+    if tensors.get("cu_seqlens") is not None:
+        return chunk
+    return max(chunk, min(rows, triton.next_power_of_2(tensors["q"].shape[1])))
+
+
 def outputs_like(tensors, spec, config):
-    """Empty outputs and the tensors kept for the backward: the two matrices [chunks, HV, C, C]."""
+    """Empty outputs and the tensors kept for the backward: the two matrices of every chunk [B, T, HV, C]."""
     q, v, cu_seqlens = tensors["q"], tensors["v"], tensors.get("cu_seqlens")
-    heads, value_dim = v.shape[2], v.shape[3]
-    sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    batch, length, heads, value_dim = v.shape
+    sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
     chunk = config["chunk"]
-    chunks = chunk_count(tensors, chunk)
     outputs = {
         "o": torch.empty_like(v, memory_format=torch.contiguous_format),
         "final_state": q.new_empty((sequences, heads, q.shape[3], value_dim), dtype=torch.float32),
     }
-    saved = {"scores": q.new_empty((chunks, heads, chunk, chunk))}
+    saved = {"scores": q.new_empty((batch, length, heads, chunk))}
     if spec.delta:
-        saved["solve"] = q.new_empty((chunks, heads, chunk, chunk))
+        saved["solve"] = q.new_empty((batch, length, heads, chunk))
+    if spec.qk_l2norm:
+        saved["o"] = outputs["o"]
     return outputs, saved
 
 
@@ -881,10 +943,11 @@ def prepare(tensors, spec, config, chunks, scale):
     batch, length, key_heads, key_dim = q.shape
     heads = tensors["v"].shape[2]
     chunk = config["chunk"]
+    span = span_rows(tensors, config["prepare_rows"], chunk)
     count = chunk_count(tensors, chunk)
     made = {
         "q_norm": None, "k_norm": None, "q_decayed": None, "k_decayed": None, "k_ending": None,
-        "row_decay": None, "q_rows": None, "k_rows": None, "end_rows": None, "chunk_decay": None,
+        "q_rows": None, "k_rows": None, "end_rows": None, "chunk_decay": None,
     }  # fmt: skip
     if spec.qk_l2norm:
         made["q_norm"] = q.new_empty((batch, length, key_heads), dtype=torch.float32)
@@ -899,13 +962,12 @@ def prepare(tensors, spec, config, chunks, scale):
         made["k_rows"] = torch.empty_like(made["q_rows"])
         made["end_rows"] = torch.empty_like(made["q_rows"])
         if spec.decay == "head":
-            made["row_decay"] = torch.empty_like(made["q_rows"])
             made["chunk_decay"] = q.new_empty((count, heads), dtype=torch.float32)
-    prepare_kernel[(count, heads)](
+    prepare_kernel[(chunk_count(tensors, span), heads)](
         q, k, g, chunks, made["q_norm"], made["k_norm"], made["q_decayed"], made["k_decayed"], made["k_ending"],
-        made["row_decay"], made["q_rows"], made["k_rows"], made["end_rows"], made["chunk_decay"],
-        scale, length, triton.cdiv(length, chunk),
-        H=key_heads, HV=heads, K=key_dim, C=chunk, KP=padded(key_dim),
+        made["q_rows"], made["k_rows"], made["end_rows"], made["chunk_decay"],
+        scale, length, triton.cdiv(length, chunk), triton.cdiv(length, span),
+        H=key_heads, HV=heads, K=key_dim, C=chunk, SPAN=span, KP=padded(key_dim),
         DECAY=spec.decay, L2NORM=spec.qk_l2norm, PACKED=chunks is not None,
         num_warps=config["prepare_warps"],
     )  # fmt: skip
@@ -918,7 +980,7 @@ def forward(tensors, spec, config):
     q, k, v = tensors["q"], tensors["k"], tensors["v"]
     g, beta, initial_state = tensors.get("g"), tensors.get("beta"), tensors.get("initial_state")
     cu_seqlens = tensors.get("cu_seqlens")
-    batch, length, key_heads, key_dim = q.shape
+    length, key_heads, key_dim = q.shape[1:]
     heads, value_dim = v.shape[2], v.shape[3]
     final_state = outputs["final_state"]
     if q.numel() == 0 or v.numel() == 0:
@@ -928,20 +990,22 @@ def forward(tensors, spec, config):
             final_state.copy_(initial_state)
         return outputs, saved
     chunk = config["chunk"]
-    count = chunk_count(tensors, chunk)
-    per_sequence = triton.cdiv(length, chunk)
     scale = spec.scale if spec.scale is not None else key_dim**-0.5
     precision = "ieee" if q.dtype == torch.float32 else "tf32"
-    rows = min(config["rows"], chunk)
-    leaf = min(leaf_rows(q.dtype), rows)
     chunks, offsets = None, None
     if cu_seqlens is not None:
         chunks, offsets = chunk_table(cu_seqlens, length, chunk)
     made = prepare(tensors, spec, config, chunks, scale)
-    gram_kernel[(count, heads)](
-        q, k, g, beta, chunks, made["q_norm"], made["k_norm"], made["row_decay"], saved["scores"], saved.get("solve"),
-        scale, smallest_beta(q.dtype), length, per_sequence,
-        H=key_heads, HV=heads, K=key_dim, C=chunk, R=rows, LOG_R=rows.bit_length() - 1,
+    rows = config["gram_rows"]
+    if rows >= chunk:
+        rows = span_rows(tensors, rows, chunk)
+    span = max(rows, chunk)
+    block = min(rows, chunk)
+    leaf = min(leaf_rows(q.dtype), block)
+    gram_kernel[(chunk_count(tensors, span), heads)](
+        q, k, g, beta, chunks, made["q_norm"], made["k_norm"], saved["scores"], saved.get("solve"),
+        scale, smallest_beta(q.dtype), length, triton.cdiv(length, span),
+        H=key_heads, HV=heads, K=key_dim, C=chunk, R=rows, LOG_B=block.bit_length() - 1,
         LEAF=leaf, LOG_LEAF=leaf.bit_length() - 1, BK=min(config["gram_bk"], padded(key_dim)),
         DECAY=spec.decay, DELTA=spec.delta, L2NORM=spec.qk_l2norm, PACKED=cu_seqlens is not None, PRECISION=precision,
         num_warps=config["gram_warps"], num_stages=config["gram_stages"],
@@ -950,7 +1014,7 @@ def forward(tensors, spec, config):
     scan_kernel[(final_state.shape[0] * heads * triton.cdiv(value_dim, block),)](
         q, k, v, made["q_decayed"], made["k_decayed"], made["k_ending"], made["q_rows"], made["k_rows"],
         made["end_rows"], made["chunk_decay"], saved["scores"], saved.get("solve"), initial_state,
-        outputs["o"], final_state, None, None, chunks, offsets, length, per_sequence,
+        outputs["o"], final_state, None, None, chunks, offsets, length, triton.cdiv(length, chunk),
         H=key_heads, HV=heads, K=key_dim, V=value_dim, C=chunk, KP=padded(key_dim), BV=block,
         DECAY=spec.decay, DELTA=spec.delta, PACKED=cu_seqlens is not None, INITIAL=initial_state is not None,
         OUTPUT=True, PRECISION=precision,
@@ -1034,12 +1098,12 @@ def backward(tensors, saved, grads, needs, spec, config):
     if spec.qk_l2norm:
         q_dots = torch.empty_like(own_grads)
         k_dots = torch.empty_like(own_grads)
-    score_gradient_kernel[(count, heads)](
-        q, v, beta, made["q_decayed"], made["q_rows"], made["row_decay"], saved["scores"], states, values, grad_o,
-        grad_v, grad_scores, grad_solve, own_grads, q_dots, k_dots, grad_beta, chunks,
-        scale, smallest_beta(q.dtype), length, per_sequence,
-        H=key_heads, HV=heads, K=key_dim, V=value_dim, C=chunk, KP=key_tile,
-        BV=min(config["score_bv"], padded(value_dim)),
+    span = span_rows(tensors, config["score_rows"], chunk)
+    score_gradient_kernel[(chunk_count(tensors, span), heads)](
+        v, g, beta, saved.get("o"), values, grad_o, grad_v, grad_scores, grad_solve,
+        own_grads, q_dots, k_dots, grad_beta, chunks,
+        scale, smallest_beta(q.dtype), length, triton.cdiv(length, span),
+        HV=heads, V=value_dim, C=chunk, SPAN=span, BV=min(config["score_bv"], padded(value_dim)),
         DECAY=spec.decay, DELTA=spec.delta, L2NORM=spec.qk_l2norm, PACKED=cu_seqlens is not None, PRECISION=precision,
         num_warps=config["score_warps"], num_stages=config["score_stages"],
     )  # fmt: skip
@@ -1052,11 +1116,12 @@ def backward(tensors, saved, grads, needs, spec, config):
         grad_g = torch.empty_like(g, memory_format=torch.contiguous_format)
     if spec.decay == "head":
         grad_g = q.new_empty((slices, batch, length, heads), dtype=torch.float32)
-    gradient_kernel[(slices * count, key_heads)](
-        q, k, g, made["q_norm"], made["k_norm"], made["row_decay"], states, grad_states, values, grad_o, grad_v,
+    span = span_rows(tensors, config["gradient_rows"], chunk)
+    gradient_kernel[(slices * chunk_count(tensors, span), key_heads)](
+        q, k, g, made["q_norm"], made["k_norm"], states, grad_states, values, grad_o, grad_v,
         grad_scores, grad_solve, own_grads, q_dots, k_dots, grad_q, grad_k, grad_g, chunks,
-        scale, length, per_sequence, batch * length,
-        H=key_heads, HV=heads, K=key_dim, V=value_dim, C=chunk, LOG_C=chunk.bit_length() - 1,
+        scale, length, per_sequence, triton.cdiv(length, span), batch * length,
+        H=key_heads, HV=heads, K=key_dim, V=value_dim, C=chunk, SPAN=span, LOG_C=chunk.bit_length() - 1,
         LEAF=leaf, LOG_LEAF=leaf.bit_length() - 1, BK=block, BV=min(config["gradient_bv"], padded(value_dim)),
         DECAY=spec.decay, DELTA=spec.delta, L2NORM=spec.qk_l2norm, PACKED=cu_seqlens is not None, PRECISION=precision,
         num_warps=config["gradient_warps"], num_stages=config["gradient_stages"],
