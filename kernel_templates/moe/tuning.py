@@ -13,7 +13,7 @@ ACCUMULATOR = 160
 """fp32 accumulators a thread can hold beside addresses and epilogue; 128 x 256 at 8 warps is 128."""
 
 # kernels that do not depend on the matrix tiles
-ROUTING = {"route_block": 256, "tile_block": 32, "score_block": 128, "score_d": 64, "bias_r": 32, "bias_n": 64}
+ROUTING = {"route_block": 128, "tile_block": 32, "score_block": 128, "score_d": 64, "bias_r": 32, "bias_n": 64}
 
 
 def space(spec: Spec, sizes: dict[str, int]) -> list[dict[str, Any]]:

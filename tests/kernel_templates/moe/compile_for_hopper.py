@@ -1,0 +1,102 @@
+"""Compiles what the host functions launch, for sm_90 and without a GPU; prints one JSON line a kernel.
+
+Run as a program, because the interpreter replaces ``triton.jit`` in the test process. The launches are real: meta
+tensors go through forward and backward, the driver says "Hopper", and every launch stops after its compilation.
+
+Usage: compile_for_hopper.py '[{"spec": {...}, "case": [tokens, top_k, experts, hidden, intermediate], "needs": [...]}]'
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import triton
+import triton.backends.nvidia
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from kernel_templates.configs import choose, load
+from kernel_templates.moe import template
+from kernel_templates.moe.spec import Spec
+
+CONFIGS = Path(template.__file__).parent / "configs"
+CUOBJDUMP = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+class Hopper:
+    """What compilation asks of a driver."""
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+
+def resources(kernel):
+    """Registers and stack bytes (spills live there) of a compiled kernel."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        listing = subprocess.run(
+            [CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    return {key: int(re.search(rf"{key}:(\d+)", listing).group(1)) for key in ("REG", "STACK")}
+
+
+def compile_all(spec, case, needs):
+    """Forward and backward of one operator on meta tensors."""
+    tokens, top_k, experts, hidden, intermediate = case
+    dtype = DTYPES[spec.dtype]
+
+    def empty(*shape, dtype=dtype):
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    up, down = (2 * intermediate, hidden), (hidden, intermediate)
+    tensors = {
+        "x": empty(tokens, hidden),
+        "index": empty(tokens, top_k, dtype=torch.int64),
+        "scores": empty(tokens, top_k, dtype=torch.float32),
+        "gate_up": empty(experts, *(up[::-1] if spec.transposed else up)),
+        "down": empty(experts, *(down[::-1] if spec.transposed else down)),
+    }
+    if spec.bias:
+        tensors |= {"gate_up_bias": empty(experts, 2 * intermediate), "down_bias": empty(experts, hidden)}
+    config = choose(load(CONFIGS), "nvidia_h200", template.bucket(tensors, spec)).config
+    outputs, saved = template.forward(tensors, spec, config)
+    template.backward(tensors, saved, outputs, set(needs), spec, config)
+
+
+def main():
+    driver.set_active(Hopper())
+    found = {}
+
+    def compile_only(self, grid):
+        def launch(*args, **kwargs):
+            kernel = self.run(*args, grid=grid, warmup=True, **kwargs)
+            found[kernel.hash] = kernel
+
+        return launch
+
+    JITFunction.__getitem__ = compile_only
+    for job in json.loads(sys.argv[1]):
+        compile_all(Spec(**job["spec"]), job["case"], job["needs"])
+    for kernel in found.values():
+        used = resources(kernel)
+        line = {"kernel": kernel.metadata.name, "warps": kernel.metadata.num_warps, "shared": kernel.metadata.shared}
+        print(json.dumps(line | {"registers": used["REG"], "stack": used["STACK"]}))
+
+
+if __name__ == "__main__":
+    main()
