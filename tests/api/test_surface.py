@@ -1,0 +1,89 @@
+"""What others build on does not change by accident: routes and commands, frozen here."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from fastapi import FastAPI
+from fastapi.routing import iter_route_contexts
+from typer.main import get_command
+
+ROUTES = """
+GET /
+GET /docs
+GET /healthz
+GET /jobs/{job_id}
+GET /jobs/{job_id}/kernels/{digest}
+GET /jobs/{job_id}/pictures/{name}.svg
+GET /metrics
+GET /readyz
+GET /signin
+GET /static/{name}
+GET /v1/examples
+GET /v1/jobs
+GET /v1/jobs/{job_id}
+GET /v1/jobs/{job_id}/artifacts
+GET /v1/jobs/{job_id}/artifacts/{digest}
+GET /v1/jobs/{job_id}/events
+GET /v1/jobs/{job_id}/logs/{stage}
+GET /v1/jobs/{job_id}/stages/{stage}
+POST /jobs
+POST /jobs/{job_id}/cancel
+POST /jobs/{job_id}/retry
+POST /signout
+POST /v1/jobs
+POST /v1/jobs/{job_id}/cancel
+POST /v1/jobs/{job_id}/retry
+POST /v1/signin-links
+"""
+
+COMMANDS = """
+bundle pull: job --to --replace
+bundle verify: path --key
+cancel: job
+demo: --to --profile
+doctor: --json
+jobs: --state --limit --json
+parse: what --sequence-length --target --json
+report: job --out --open
+retry: job --watch
+serve:
+signin: page
+stop:
+submit: what --profile --name --device --target --sequence-length --watch
+watch: job
+"""
+
+
+def test_routes(app: FastAPI) -> None:
+    found = {
+        f"{method} {context.path}"
+        for context in iter_route_contexts(app.routes)
+        for method in (context.methods or set()) - {"HEAD"}
+        if context.path != "/v1/openapi.json"
+    }
+    assert found == set(ROUTES.split("\n")) - {""}
+
+
+def test_commands() -> None:
+    from api.cli.main import app
+
+    lines = []
+    for name, command in get_command(app).commands.items():  # type: ignore[attr-defined]
+        subcommands = getattr(command, "commands", None)
+        named = [(name, command)] if subcommands is None else [(f"{name} {s}", c) for s, c in subcommands.items()]
+        for full, each in named:
+            words = [max(parameter.opts, key=len) for parameter in each.params]
+            lines.append(f"{full}: {' '.join(words)}".rstrip())
+    assert sorted(lines) == sorted(filter(None, COMMANDS.split("\n")))
+
+
+def test_the_command_line_reaches_neither_torch_nor_the_service() -> None:
+    code = "import sys, api.cli.main; print([m for m in ('torch', 'triton', 'fastapi', 'celery', 'httpx') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_the_api_never_imports_torch() -> None:
+    code = "import sys, api.app; print([m for m in ('torch', 'triton', 'transformers') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
