@@ -36,9 +36,16 @@ def resolve(config: dict[str, Any]) -> Any:
 
 def fields_of(config: Any) -> dict[str, Any]:
     """All fields of a config as plain data, ``model_type`` among them, weights' dtype and quantisation left out."""
-    fields: dict[str, Any] = config.to_dict()
     dropped = ("dtype", "torch_dtype", "quantization_config", "transformers_version", "architectures", "auto_map")
-    return {k: v for k, v in fields.items() if k not in dropped}
+    labels = ("id2label", "label2id")
+    return {k: _plain(v) for k, v in config.to_dict().items() if k not in (*dropped, *labels)}
+
+
+def _plain(value: Any) -> Any:
+    """As it would come back from JSON: tuples become lists, keys become text."""
+    if isinstance(value, dict):
+        return {str(k): _plain(v) for k, v in value.items()}
+    return [_plain(v) for v in value] if isinstance(value, (list, tuple)) else value
 
 
 def text_fields(config: Any) -> dict[str, Any]:
