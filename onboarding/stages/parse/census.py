@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from onboarding.architecture import Census
-from onboarding.stages.parse.roles import EXPERTS, ROLES, LayerRoles, ModelRoles
+from onboarding.stages.parse.roles import ROLES, LayerRoles, ModelRoles
 
 _MTP_FIELD = re.compile(r"(nextn|mtp).*(layers|modules)|(layers|modules).*(nextn|mtp)")
 
@@ -42,42 +42,51 @@ def block_parameters(roles: ModelRoles, index: int) -> tuple[int, int]:
 def multi_token_prediction(model: nn.Module, config: Any, roles: ModelRoles) -> dict[str, int]:
     """Parameters of next-token-prediction layers that the published checkpoint holds and the class skips.
 
-    How many: the configuration's own count, or, where it is silent, the weights that the class says it ignores on
-    loading (``mtp.*``, or a layer past the last). What each holds, in every published layout: one decoder block with
-    full attention and the last feed-forward, a projection of [embedding; hidden] to hidden, and three norms.
+    Each holds one decoder block with full attention, a projection of [embedding; hidden] to hidden, and three norms.
     """
-    count = _mtp_count(model, config, roles)
+    count, dense = _mtp_count(model, config, roles)
     if not count:
         return {}
     structure = roles.structure
     hidden = int(getattr(structure.text_config, "hidden_size", 0))
     last = len(structure.layers) - 1
-    feed_forward = roles.of_layer(last).moe is not None
+    routed = roles.of_layer(last).moe is not None
     stateless = [
         kind.layers[-1]
         for kind in structure.kinds
-        if not any(leaf.kind == "linear_attention" for leaves in roles.by_kind[kind.first].mixers.values() for leaf in leaves)
-        and (roles.by_kind[kind.first].moe is not None) == feed_forward
+        if not any(
+            leaf.kind == "linear_attention" for leaves in roles.by_kind[kind.first].mixers.values() for leaf in leaves
+        )
+        and (roles.by_kind[kind.first].moe is not None) == routed
     ]
-    block = block_parameters(roles, max(stateless, default=last))[0]
+    index = max(stateless, default=last)
+    block = block_parameters(roles, index)[0]
+    if dense:
+        layer = structure.layers[index]
+        block -= sum(p.numel() for path in roles.of_layer(index).experts for p in layer.get_submodule(path).parameters())
     return {"multi-token prediction": count * (block + 2 * hidden * hidden + 3 * hidden)}
 
 
-def _mtp_count(model: nn.Module, config: Any, roles: ModelRoles) -> int:
+def _mtp_count(model: nn.Module, config: Any, roles: ModelRoles) -> tuple[int, bool]:
+    """How many such layers the checkpoint holds, and whether they are dense.
+
+    Only a class that ignores such weights on loading has a checkpoint with them. The published checkpoints that keep
+    them under ``model.mtp`` (LongCat-Flash, MiMo-V2-Flash) leave out the routed experts; the others repeat a whole block.
+    """
+    layers = len(roles.structure.layers)
+    ignored = {
+        pattern for module in model.modules() for pattern in getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ()
+    }
+    held = [p for p in ignored if "mtp" in p or re.search(rf"layers\\\.{layers}(?!\d)", p)]
+    if not held:
+        return 0, False
     stated = [
         value
         for part in (config, roles.structure.text_config)
         for name, value in vars(part).items()
         if _MTP_FIELD.search(name) and isinstance(value, int) and not isinstance(value, bool)
     ]
-    if stated:
-        return max(stated)
-    layers = len(roles.structure.layers)
-    for module in model.modules():
-        for pattern in getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ():
-            if "mtp" in pattern or re.search(rf"layers\\\.{layers}\b", pattern):
-                return 1
-    return 0
+    return max(stated, default=1), any(re.search(r"model\\\.mtp", p) for p in held)
 
 
 def count_parameters(model: nn.Module, config: Any, roles: ModelRoles) -> Census:
@@ -102,6 +111,3 @@ def count_parameters(model: nn.Module, config: Any, roles: ModelRoles) -> Census
         fp32_parameters=fp32,
         not_built=not_built,
     )
-
-
-__all__ = ["EXPERTS", "block_parameters", "count_parameters"]

@@ -21,9 +21,9 @@ _LETTERS = (
 )
 
 
-def mixer_words(module: nn.Module, called: list[LeafCall]) -> str:
+def mixer_words(module: nn.Module, called: list[LeafCall], kernels: list[str]) -> str:
     """A mixer in words, from what it called: ``KDA``, ``gated delta rule``, ``sliding GQA (128)`` ..."""
-    words = list(dict.fromkeys(_leaf_words(module, leaf) for leaf in called))
+    words = list(dict.fromkeys([*(_leaf_words(module, leaf) for leaf in called), *map(_kernel_words, kernels)]))
     if words:
         return " + ".join(words)
     if any(isinstance(m, nn.Conv1d) for m in module.modules()):
@@ -36,9 +36,7 @@ def _leaf_words(module: nn.Module, leaf: LeafCall) -> str:
     if leaf.kind == "linear_attention":
         return "KDA" if facts["decay"] == "channel" else "gated delta rule"
     if leaf.kind == "scan":
-        if "mamba_chunk" in leaf.name or "mamba_split" in leaf.name:
-            return "Mamba-2"
-        return "Mamba" if "scan" in leaf.name or "mamba" in leaf.name else leaf.name
+        return _kernel_words(leaf.name)
     heads, keys = facts["query_heads"], facts["key_heads"]
     if any(hasattr(child, "kv_lora_rank") for child in module.modules()):
         base = "MLA"
@@ -49,6 +47,13 @@ def _leaf_words(module: nn.Module, leaf: LeafCall) -> str:
     if facts["window"]:
         return f"sliding {base} ({facts['window']})"
     return base
+
+
+def _kernel_words(kernel: str) -> str:
+    """The mixer that a library function computes, by the libraries' own names."""
+    if kernel.startswith(("mamba_chunk", "mamba_split")):
+        return "Mamba-2"
+    return "Mamba" if kernel in ("selective_scan_fn", "mamba_inner_fn") else kernel
 
 
 def letters_for(mixers: list[str]) -> dict[str, str]:
@@ -96,6 +101,9 @@ def kind_mixers(roles: ModelRoles) -> dict[int, str]:
     words: dict[int, str] = {}
     for first, known in roles.by_kind.items():
         layer = roles.structure.layers[first]
-        found = [mixer_words(layer.get_submodule(name), called) for name, called in known.mixers.items()]
+        found = [
+            mixer_words(layer.get_submodule(name), called, known.kernels.get(name, []))
+            for name, called in known.mixers.items()
+        ]
         words[first] = " + ".join(dict.fromkeys(found)) or "none"
     return words

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,8 @@ from onboarding.stages.parse.build import quiet
 from onboarding.stages.parse.leaves import LeafCall
 from onboarding.stages.parse.trace import Operation, Trace, Tracer
 
-_SHORT, _LONG = 256, 512
+_SHORT, _LONG = 128, 192
+"""Two and three chunks of 64."""
 
 
 def eager_costs(uses: list[OperatorUse], trace: Trace, owners: list[str], repeats: Callable[[Operation], int]) -> None:
@@ -75,6 +77,4 @@ def _fallback_cost(leaf: LeafCall, tokens: int) -> tuple[int, float, float]:
 
 
 def _names(function: Any) -> set[str]:
-    import inspect
-
     return set(inspect.signature(function).parameters)

@@ -80,15 +80,12 @@ def visible_pairs(queries: int, keys: int, *, causal: bool, window: int | None) 
 
 
 def _top_k_of(module: nn.Module) -> int | None:
-    """How many keys a sparse indexer inside (or beside) the attention keeps for each query."""
+    """How many keys a sparse indexer inside the attention keeps for each query."""
     for child in module.modules():
         value = getattr(child, "index_topk", None)
         if isinstance(value, int) and value > 0:
             return value
-    config = getattr(module, "config", None)
-    value = getattr(config, "index_topk", None)
-    has_indexer = any("index" in name for name, _ in inspect.getmembers(type(module).forward) if False)
-    return value if has_indexer else None
+    return None
 
 
 def attention_leaf(sink: Any) -> Callable[..., Any]:
@@ -113,7 +110,7 @@ def attention_leaf(sink: Any) -> Callable[..., Any]:
         moved = tensor_bytes(tensors) + b * t * h * dv * value.element_size()
         call = LeafCall(
             kind="attention",
-            name="attention",
+            name=f"attention top {top_k}" if top_k else "attention",
             shapes=tuple(tuple(x.shape) for x in tensors),
             flops=flops,
             backward_flops=ATTENTION_BACKWARD * flops,
@@ -269,8 +266,12 @@ def linear_attention_leaf(sink: Any, marked: MarkedFunction) -> Callable[..., An
     return linear_attention
 
 
+Replace = Callable[[MarkedFunction], Callable[..., Any] | None]
+"""What to put in the place of a marked function that is no linear attention; None leaves it as it is."""
+
+
 @contextmanager
-def leaves_in_place(model: nn.Module, sink: Any) -> Iterator[None]:
+def leaves_in_place(model: nn.Module, sink: Any, replace: Replace) -> Iterator[None]:
     """Route every marked function of the model's files and both interfaces to leaves."""
     attention, experts = attention_leaf(sink), experts_leaf(sink)
     with ExitStack() as stack:
@@ -279,5 +280,9 @@ def leaves_in_place(model: nn.Module, sink: Any) -> Iterator[None]:
         for module in modeling_modules(model):
             for marked in marked_functions(module):
                 if is_linear_attention(marked.function):
-                    stack.enter_context(patch.object(module, marked.attribute, linear_attention_leaf(sink, marked)))
+                    leaf: Callable[..., Any] | None = linear_attention_leaf(sink, marked)
+                else:
+                    leaf = replace(marked)
+                if leaf is not None:
+                    stack.enter_context(patch.object(module, marked.attribute, leaf))
         yield

@@ -24,7 +24,9 @@ class LayerRoles:
     kind: Kind
     roles: dict[str, str]
     mixers: dict[str, list[LeafCall]]
-    """Relative path of each mixer -> marked functions that it called."""
+    """Relative path of each mixer -> leaves that it called."""
+    kernels: dict[str, list[str]] = field(default_factory=dict)
+    """Relative path of each mixer -> library functions that its marked functions stand for, convolutions left out."""
     moe: str | None = None
     """Relative path of the block of experts."""
     experts: tuple[str, ...] = ()
@@ -102,6 +104,11 @@ def layer_roles(structure: Structure, kind: Kind, trace: Trace) -> LayerRoles:
         else:
             leaf_paths.setdefault(relative, []).append(operation.leaf)
 
+    marked: dict[str, list[str]] = {}
+    for path, kernel in trace.marked:
+        relative = _relative(path, base)
+        if relative is not None and "conv" not in kernel:
+            marked.setdefault(relative, []).append(kernel)
     roles: dict[str, str] = {}
     mixers: dict[str, list[LeafCall]] = {}
     feed_forwards: list[str] = []
@@ -115,9 +122,11 @@ def layer_roles(structure: Structure, kind: Kind, trace: Trace) -> LayerRoles:
         moe = next(iter(experts)).rpartition(".")[0]
     for name, child in layer.named_children():
         called = [leaf for path, leaves in leaf_paths.items() if _relative(path, name) is not None for leaf in leaves]
+        called = [leaf for leaf in called if "conv" not in leaf.name]
+        kernels = [kernel for path, names in marked.items() if _relative(path, name) is not None for kernel in names]
         if is_norm(child):
             role = NORM
-        elif called:
+        elif called or kernels:
             role = MIXER
             mixers[name] = called
         elif any(_relative(path, name) is not None for path in experts):
@@ -141,6 +150,10 @@ def layer_roles(structure: Structure, kind: Kind, trace: Trace) -> LayerRoles:
         kind=kind,
         roles=roles,
         mixers=mixers,
+        kernels={
+            name: [kernel for path, names in marked.items() if _relative(path, name) is not None for kernel in names]
+            for name in mixers
+        },
         moe=moe,
         experts=tuple(experts),
         experts_call=next(iter(experts.values()), None),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -16,7 +16,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from onboarding.problem import Problem
 from onboarding.stages.parse.build import quiet
 from onboarding.stages.parse.cost import is_free, is_matmul, operator_cost, tensors_of
-from onboarding.stages.parse.leaves import LeafCall, leaves_in_place
+from onboarding.stages.parse.leaves import (
+    LeafCall,
+    MarkedFunction,
+    Replace,
+    is_linear_attention,
+    leaves_in_place,
+    marked_functions,
+    modeling_modules,
+)
+from onboarding.stages.parse.scans import PROBE_LENGTHS, Growth, ScanLeaves, ScanProbe, loops
 from onboarding.stages.parse.structure import Structure
 
 Phase = Literal["forward", "backward"]
@@ -53,6 +62,8 @@ class Trace:
 
     operations: list[Operation] = field(default_factory=list)
     calls: list[ModuleCall] = field(default_factory=list)
+    marked: list[tuple[str, str]] = field(default_factory=list)
+    """(module path, library function) of marked functions that ran as they are."""
     notes: list[str] = field(default_factory=list)
     backward: bool = False
 
@@ -83,6 +94,21 @@ class Tracer(TorchDispatchMode):
             yield
         finally:
             self._mute -= 1
+
+    @property
+    def path(self) -> str:
+        """Name of the module whose forward runs."""
+        return self._stack[-1]
+
+    @contextmanager
+    def under(self, path: str) -> Iterator[None]:
+        """Attribute what runs inside to a path of its own."""
+        self._stack.append(path)
+        self._mark()
+        try:
+            yield
+        finally:
+            self.leave()
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """A module's forward starts."""
@@ -165,6 +191,14 @@ class Tracer(TorchDispatchMode):
                 raise
             self.note("a branch depends on values of the data; the traced path takes them as true or one")
             return True if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 1
+
+    def restart(self) -> None:
+        """Forget what a failed attempt recorded."""
+        self.trace.operations.clear()
+        self.trace.calls.clear()
+        self.trace.marked.clear()
+        del self._stack[1:]
+        self._mark()
 
     def note(self, text: str) -> None:
         """Keep a remark once."""
@@ -257,6 +291,58 @@ def _module_hooks(model: nn.Module, tracer: Tracer) -> Iterator[None]:
             handle.remove()
 
 
+def _loss(model: Any, structure: Structure, ids: torch.Tensor, tracer: Tracer) -> torch.Tensor:
+    """The training loss: of the whole class, or of its text decoder and head where the class wants images."""
+    try:
+        loss: torch.Tensor = model(input_ids=ids, labels=ids, use_cache=False).loss
+        return loss
+    except Exception as error:
+        if structure.text_config is model.config:
+            raise
+        tracer.restart()
+        tracer.note(f"the class does not run on text alone ({type(error).__name__}): its text decoder and head were traced")
+    hidden = model.get_submodule(structure.decoder_prefix)(input_ids=ids, use_cache=False)[0]
+    logits = model.get_output_embeddings()(hidden)
+    return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), ids.flatten())
+
+
+def _step(
+    model: nn.Module, mode: FakeTensorMode, structure: Structure, tokens: int, tracer: Tracer, replace: Replace
+) -> None:
+    """One training step of one sequence under a tracer."""
+    with quiet(), mode:
+        ids = torch.zeros(1, tokens, dtype=torch.int64)
+        with leaves_in_place(model, tracer, replace), one_layer_per_kind(structure), _module_hooks(model, tracer), tracer:
+            try:
+                loss = _loss(model, structure, ids, tracer)
+            except Problem:
+                raise
+            except Exception as error:
+                raise Problem(
+                    "model-not-traced",
+                    f"the forward of {type(model).__name__} does not run at its published size",
+                    f"{type(error).__name__}: {' '.join(str(error).split())[:500]}",
+                ) from error
+            tracer.phase = "backward"
+            try:
+                loss.backward()  # type: ignore[no-untyped-call]
+                tracer.trace.backward = True
+            except Exception as error:
+                tracer.note(f"the backward does not run: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
+        for parameter in model.parameters():
+            parameter.grad = None
+
+
+def _observed(marked: MarkedFunction, tracer: Tracer) -> Callable[..., Any]:
+    """A marked function that is cheap to trace as it is: only that it was called is noted."""
+
+    def observed(*args: Any, **kwargs: Any) -> Any:
+        tracer.trace.marked.append((tracer.path, marked.kernel))
+        return marked.function(*args, **kwargs)
+
+    return observed
+
+
 def trace_model(model: nn.Module, mode: FakeTensorMode, structure: Structure, tokens: int) -> Trace:
     """Trace one training step (forward, loss, backward) of one sequence.
 
@@ -269,25 +355,23 @@ def trace_model(model: nn.Module, mode: FakeTensorMode, structure: Structure, to
     Raises:
         Problem: ``model-not-traced`` when the forward does not run; a failing backward is only a note.
     """
-    tracer = Tracer(structure.names)
     model.train()
-    with quiet(), mode:
-        ids = torch.zeros(1, tokens, dtype=torch.int64)
-        with leaves_in_place(model, tracer), one_layer_per_kind(structure), _module_hooks(model, tracer), tracer:
-            try:
-                loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-            except Exception as error:
-                raise Problem(
-                    "model-not-traced",
-                    f"the forward of {type(model).__name__} does not run at its published size",
-                    f"{type(error).__name__}: {' '.join(str(error).split())[:500]}",
-                ) from error
-            tracer.phase = "backward"
-            try:
-                loss.backward()
-                tracer.trace.backward = True
-            except Exception as error:
-                tracer.note(f"the backward does not run: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
-        for parameter in model.parameters():
-            parameter.grad = None
+    marked = [m for module in modeling_modules(model) for m in marked_functions(module)]
+    looping = {(m.module, m.attribute) for m in marked if loops(m.function) and not is_linear_attention(m.function)}
+    tracer = Tracer(structure.names)
+    scans: ScanLeaves | None = None
+    if looping:
+        probes = []
+        for length in PROBE_LENGTHS:
+            probe = ScanProbe(Tracer(structure.names), looping)
+            _step(model, mode, structure, length, probe.tracer, probe.wrap)
+            probes.append(probe.settle())
+        scans = ScanLeaves(tracer, Growth(short=probes[0], long=probes[1]), tokens)
+
+    def replace(marked: MarkedFunction) -> Callable[..., Any]:
+        if scans is not None and (marked.module, marked.attribute) in looping:
+            return scans.wrap(marked)
+        return _observed(marked, tracer)
+
+    _step(model, mode, structure, tokens, tracer, replace)
     return tracer.trace

@@ -61,18 +61,17 @@ def prove_experts(module: nn.Module, call: LeafCall, dtype: str) -> Spec | None:
 def _proven(module: nn.Module, spec: Spec) -> bool:
     generator = torch.Generator().manual_seed(13)
     sizes = small_sizes(spec.hidden, spec.intermediate)
-    sizes.setdefault(spec.experts, SMALL_EXPERTS)
-    if sizes[spec.experts] != SMALL_EXPERTS:
-        return False  # as many experts as channels: the sizes cannot be told apart
+    # where there are as many experts as channels, the small instance keeps that
+    count = sizes.setdefault(spec.experts, SMALL_EXPERTS)
     clone = small_instance(module, sizes, generator)
     with_eager_experts(clone)
     k, d = min(2, spec.top_k), sizes[spec.hidden]
-    small = spec.resized(experts=SMALL_EXPERTS, top_k=k, hidden=d, intermediate=sizes[spec.intermediate])
+    small = spec.resized(experts=count, top_k=k, hidden=d, intermediate=sizes[spec.intermediate])
     tokens = 9
     attributes = {**ATTRIBUTES, **(BIASES if spec.bias else {})}
     tensors: dict[str, torch.Tensor | None] = {
         "x": torch.randn(tokens, d, generator=generator) * (spec.limit or 1.0),
-        "index": torch.stack([torch.randperm(SMALL_EXPERTS, generator=generator)[:k] for _ in range(tokens)]),
+        "index": torch.stack([torch.randperm(count, generator=generator)[:k] for _ in range(tokens)]),
         "scores": torch.rand(tokens, k, generator=generator),
         **{name: clone.get_parameter(attribute).detach() for name, attribute in attributes.items()},
     }

@@ -10,7 +10,7 @@ from torch import nn
 
 from onboarding.architecture import Binding, Hook, OperatorUse
 from onboarding.stages.parse.leaves import LeafCall
-from onboarding.stages.parse.roles import AUDIO, DENSE, EXPERTS, NORM, SHARED, VISION, ModelRoles, epsilon_of
+from onboarding.stages.parse.roles import AUDIO, DENSE, EXPERTS, NORM, RESIDUAL, SHARED, VISION, ModelRoles, epsilon_of
 from onboarding.stages.parse.structure import Structure
 from onboarding.stages.parse.trace import ModuleCall, Trace
 from onboarding.stages.parse.uses.experts import ATTRIBUTES, BIASES, prove_experts
@@ -64,6 +64,13 @@ class Proposer:
         for operation in self.trace.operations:
             if operation.leaf is not None and operation.phase == "forward":
                 self._leaf(operation.path, operation.leaf)
+        for known in self.roles.by_kind.values():
+            layer = self.structure.layers[known.kind.first]
+            for name, child in layer.named_children():
+                unnamed = name in known.mixers and not known.mixers[name] and not known.kernels.get(name)
+                if known.roles.get(name) == RESIDUAL or unnamed:
+                    self.result.novel.append(type(child).__qualname__)
+        self.result.novel = list(dict.fromkeys(self.result.novel))
         self.result.uses = [self._use(digest, found) for digest, found in self.found.items()]
         return self.result
 
@@ -134,6 +141,8 @@ class Proposer:
         return "block norm" if "." not in relative else "inner norm"
 
     def _unproven(self, module: nn.Module, what: str) -> None:
+        if type(module).__module__.startswith("torch.nn."):
+            return  # torch's own layers have torch's own kernels
         text = f"{type(module).__qualname__}: not proven to be a known {what}; it stays with its own torch code"
         if text not in self.result.warnings:
             self.result.warnings.append(text)
