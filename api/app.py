@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -29,8 +28,8 @@ def announce(settings: Settings, store: Store) -> None:
     """Print, once, a key that was just made, and at every start a sign-in link for the browser."""
     first = ensure_first_key(store, settings)
     if first.made:
-        print(f"API key (shown once, kept in {first.path}): {first.secret}", file=sys.stderr)
-    print(f"sign in: {sign_in_url(store, first.owner, settings.base_url())}", file=sys.stderr, flush=True)
+        print(f"API key (shown once, kept in {first.path}): {first.secret}")
+    print(f"sign in: {sign_in_url(store, first.owner, settings.base_url())}", flush=True)
 
 
 def create_app(settings: Settings | None = None) -> FastAPI:

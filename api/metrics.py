@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from datetime import datetime, timedelta
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from sqlalchemy import func
 from sqlalchemy.orm import Session
@@ -32,7 +32,7 @@ class Metrics:
         self.latency = Histogram(
             "onboard_http_request_seconds", "Time to the first byte", ("method", "route"), registry=self.registry
         )
-        self.registry.register(JobCollector(store, self.registry))
+        self.registry.register(JobCollector(store))
 
     def observe(self, method: str, route: str, status: int, seconds: float) -> None:
         """Count one request."""
@@ -43,26 +43,26 @@ class Metrics:
 class JobCollector(Collector):
     """Reads the database at each scrape: gauges as they are, histograms from what ended since the last one."""
 
-    def __init__(self, store: Store, registry: CollectorRegistry) -> None:
+    def __init__(self, store: Store) -> None:
         self._store = store
         self._since: datetime = utcnow()
         self._seen: dict[tuple[str, object], datetime] = {}
         self._stages = Histogram(
-            "onboard_stage_seconds", "Time of a step", ("stage", "state"), buckets=HOURS_BUCKETS, registry=registry
+            "onboard_stage_seconds", "Time of a step", ("stage", "state"), buckets=HOURS_BUCKETS, registry=None
         )
-        self._jobs = Histogram(
-            "onboard_job_seconds", "Time of a job", ("state",), buckets=HOURS_BUCKETS, registry=registry
-        )
+        self._jobs = Histogram("onboard_job_seconds", "Time of a job", ("state",), buckets=HOURS_BUCKETS, registry=None)
 
     def describe(self) -> list[GaugeMetricFamily]:
         """Nothing ahead of time: registering must not query the database."""
         return []
 
-    def collect(self) -> Iterator[GaugeMetricFamily]:
-        """Gauges, after bringing the histograms up to date."""
+    def collect(self) -> Iterator[Metric]:
+        """Everything, after bringing the histograms up to date (which is why they are not registered themselves)."""
         with self._store.reading() as session:
             self._observe_ended(session)
             yield from self._gauges(session)
+        yield from self._stages.collect()
+        yield from self._jobs.collect()
 
     def _gauges(self, session: Session) -> Iterator[GaugeMetricFamily]:
         jobs = GaugeMetricFamily("onboard_jobs", "Jobs by state", labels=["state"])

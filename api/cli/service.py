@@ -32,7 +32,8 @@ def ensure_running(client: Client, settings: Settings) -> bool:
         return False
     log = settings.resolved_home / "logs" / "serve.log"
     log.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with log.open("w") as file:
+    # It may print the API key: for the owner's eyes only.
+    with os.fdopen(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
         process = subprocess.Popen(
             [sys.executable, "-m", "workers.embedded"],
             stdin=subprocess.DEVNULL,

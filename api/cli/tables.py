@@ -32,6 +32,7 @@ def plain(*columns: str, right: tuple[str, ...] = ()) -> Table:
 def jobs_table(jobs: list[dict[str, Any]]) -> Table:
     """Jobs, one a row."""
     table = plain("job", "model", "state", "profile", "elapsed", "submitted", right=("elapsed",))
+    table.columns[0].no_wrap = True  # an id is for copying
     for job in jobs:
         word = STATE_WORDS.get(job["state"], job["state"])
         when = job["created_at"][:16].replace("T", " ")

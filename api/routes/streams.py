@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import AsyncIterator
 from typing import Annotated
 
-from fastapi import APIRouter, Header, Query
+from fastapi import APIRouter, Depends, Header, Query
 from fastapi.responses import PlainTextResponse
 from fastapi.sse import EventSourceResponse, ServerSentEvent
 
@@ -19,7 +19,7 @@ from onboarding.store import log_path
 router = APIRouter(prefix="/v1/jobs/{job_id}", tags=["streams"], responses=ERROR_RESPONSES)
 
 
-def resume_after(last_event_id: str | None, after: int) -> int:
+def resume_after(last_event_id: Annotated[str | None, Header()] = None, after: Annotated[int, Query(ge=0)] = 0) -> int:
     """The event number to go on from: the browser's Last-Event-ID wins over ``after``."""
     if last_event_id is None:
         return after
@@ -32,11 +32,9 @@ def resume_after(last_event_id: str | None, after: int) -> int:
 async def follow_events(
     job: OwnedJob,
     services: ServicesDep,
-    last_event_id: Annotated[str | None, Header()] = None,
-    after: Annotated[int, Query(ge=0)] = 0,
+    start: Annotated[int, Depends(resume_after)],
 ) -> AsyncIterator[ServerSentEvent]:
     """Events from the one after Last-Event-ID (or ``after``), live; ``end`` says that the job has ended."""
-    start = resume_after(last_event_id, after)
     async with contextlib.aclosing(services.tailers.events(job.id, start)) as events:
         async for event in events:
             yield ServerSentEvent(id=str(event.seq), event=event.kind, data=event)

@@ -83,10 +83,10 @@ class Story:
         data = {"done": done, "total": total, "label": label}
         self.store.append_events(self.id, [NewEvent(kind="progress", data=data, stage=stage, key=key)])
 
-    def metric(self, series: str, step: int, value: float) -> None:
-        """One point of a live curve of align."""
-        data = {"series": series, "step": step, "value": value}
-        self.store.append_events(self.id, [NewEvent(kind="metric", data=data, stage="align")])
+    def metrics(self, *points: tuple[str, int, float]) -> None:
+        """Points (series, step, value) of align's live curves."""
+        data = [{"series": series, "step": step, "value": value} for series, step, value in points]
+        self.store.append_events(self.id, [NewEvent(kind="metric", data=item, stage="align") for item in data])
 
     def end(self, stage: str, result: StageResult, key: str = "") -> None:
         """Finish a step with a result."""
@@ -116,9 +116,7 @@ class Story:
     def save(self, stage: str, name: str, content: bytes, media_type: str, key: str = "") -> Any:
         """Store an artifact under the job."""
         ref = self.artifacts.put(content, name=name, media_type=media_type)
-        self.store.append_events(
-            self.id, [NewEvent(kind="artifact", data=ref.model_dump(), stage=stage, key=key)]
-        )
+        self.store.append_events(self.id, [NewEvent(kind="artifact", data=ref.model_dump(), stage=stage, key=key)])
         return ref
 
     # ---- whole chapters ------------------------------------------------------------------------------------------
@@ -153,11 +151,9 @@ class Story:
         """Alignment with its live curve."""
         self.begin("align")
         result = align_result()
-        for step, reference, candidate in zip(
-            result.curves.steps, result.curves.reference, result.curves.candidate, strict=True
-        ):
-            self.metric("reference", step, reference)
-            self.metric("candidate", step, candidate)
+        curves = result.curves
+        for series, values in (("reference", curves.reference), ("candidate", curves.candidate)):
+            self.metrics(*((series, step, value) for step, value in zip(curves.steps, values, strict=True)))
         self.end("align", result)
 
     def tell_package(self) -> None:
@@ -305,7 +301,11 @@ def judge_result(candidate: str) -> JudgeResult:
             sensitivity={"zeros": 125.0, "sign flip": 250.0},
             seconds=0.8,
         )
-        for name, tokens, distribution in (("boundary", 64, "normal"), ("odd tail", 77, "normal"), ("large", 96, "wide"))
+        for name, tokens, distribution in (
+            ("boundary", 64, "normal"),
+            ("odd tail", 77, "normal"),
+            ("large", 96, "wide"),
+        )
     ]
     return JudgeResult(
         spec={"family": "norm"},
@@ -360,7 +360,7 @@ def align_result() -> AlignResult:
         worst_where="layers.4",
         inside_band=True,
         p_value=0.63,
-        swapped={digest: 4 for digest in DIGESTS.values()},
+        swapped=dict.fromkeys(DIGESTS.values(), 4),
         corpus="Python's standard library, byte level",
         seconds=96.4,
         summary="30 steps inside the band (p = 0.63)",

@@ -148,14 +148,10 @@ def test_headers_are_on_every_answer(anonymous: TestClient, path: str) -> None:
 
 
 def test_the_policy_is_the_one_of_the_design() -> None:
-    assert CSP == (
-        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'"
-    )
+    assert CSP == ("default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'")
 
 
-def test_another_owners_objects_do_not_exist(
-    client: TestClient, story: Callable[..., Story], other_key: str
-) -> None:
+def test_another_owners_objects_do_not_exist(client: TestClient, story: Callable[..., Story], other_key: str) -> None:
     job = story().tell()
     digest = client.get(f"/v1/jobs/{job.id}/artifacts").json()[0]["digest"]
     theirs = {"Authorization": f"Bearer {other_key}"}
