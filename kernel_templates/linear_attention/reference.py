@@ -38,7 +38,7 @@ def reference(tensors: dict[str, Tensor | None], spec: Spec) -> dict[str, Tensor
             new = (new - torch.einsum("nhkv,nhk->nhv", state, k[:, t])) * beta[:, t, :, None]
         state = state + k[:, t, :, :, None] * new[:, :, None]
         outputs.append(torch.einsum("nhkv,nhk->nhv", state, q[:, t]))
-    o = torch.stack(outputs, dim=1) if outputs else torch.zeros_like(v)
+    o = torch.stack(outputs, dim=1) if outputs else v
     return {"o": _unpacked(o, tensors), "final_state": state}
 
 
@@ -51,9 +51,9 @@ def rounded_reference(
     backward the gradients of scores, of values and of states. Decays, sums and the diagonal of the scores stay fp32.
 
     Args:
-        config: ``chunk``, the rows of a chunk.
+        config: the kernels' configuration; ``chunk`` is read, 64 without it.
     """
-    chunk = int(config["chunk"])
+    chunk = int(config.get("chunk", 64))
     keep = torch.float32
     q, k, v, g, beta, state = _sequences(tensors, spec, torch.float32, mma_dtype)
     length = v.shape[1]
@@ -92,9 +92,7 @@ def rounded_reference(
         scaled = rounded(new * end[:, :, c], mma_dtype, keep) if per_row else new
         step = rounded(k_ending[:, :, c].transpose(-1, -2) @ scaled, keep, mma_dtype)
         state = state * g[:, :, c].sum(-2).exp()[..., None] + step
-    o = torch.cat(outputs, dim=2).transpose(1, 2)[:, :length] if outputs else torch.zeros_like(v).flatten(2, 3)
-    if not outputs:
-        o = o.transpose(1, 2)
+    o = torch.cat(outputs, dim=2).transpose(1, 2)[:, :length] if outputs else v.flatten(2, 3).transpose(1, 2)
     return {"o": rounded(_unpacked(o, tensors), mma_dtype, keep), "final_state": state}
 
 
@@ -127,7 +125,7 @@ def _sequences(
     beta = _given(tensors, "beta").to(dtype) if spec.delta else None
     if gradient_dtype is not None:
         q, k, v = (rounded(x, dtype, gradient_dtype) for x in (q, k, v))
-        if beta is not None and _given(tensors, "beta").dtype == gradient_dtype:
+        if beta is not None:
             beta = rounded(beta, dtype, gradient_dtype)
     if spec.qk_l2norm:
         q, k = (x / ((x * x).sum(-1, keepdim=True) + L2NORM_EPS).sqrt() for x in (q, k))
@@ -144,7 +142,12 @@ def _sequences(
     state = tensors.get("initial_state")
     if state is None:
         state = v.new_zeros((v.shape[0], heads, q.shape[-1], v.shape[-1]))
-    return q, k, v, g, beta, state.to(dtype)
+    state = state.to(dtype)
+    if v.shape[1] == 0:
+        # no token touches the inputs; sums of nothing give their gradients all the same
+        v = v + q.sum() + (0.0 if g is None else g.sum()) + (0.0 if beta is None else beta.sum())
+        state = state + k.sum() + v.sum()
+    return q, k, v, g, beta, state
 
 
 def _padded(x: Tensor, cu_seqlens: Tensor) -> Tensor:
@@ -199,7 +202,7 @@ def _channel_grams(q: Tensor, k: Tensor, g: Tensor, mma_dtype: torch.dtype) -> t
     kk = torch.zeros_like(qk)
     half = rows // 2
     while half >= leaf:
-        segments = g.unflatten(-2, (-1, half))
+        segments = g.reshape(*g.shape[:-2], rows // half, half, g.shape[-1])
         through = segments.cumsum(-2).flatten(-3, -2)
         past = (segments.flip(-2).cumsum(-2).flip(-2) - segments).flatten(-3, -2)
         upper = (i // half) % 2 == 1
@@ -208,7 +211,7 @@ def _channel_grams(q: Tensor, k: Tensor, g: Tensor, mma_dtype: torch.dtype) -> t
         qk, kk = _add_grams(qk, kk, q * factor, k * factor, k * factor, mask, mma_dtype)
         half //= 2
     if leaf > 1:
-        segments = g.clamp_min(-160.0 / leaf).unflatten(-2, (-1, leaf))
+        segments = g.clamp_min(-160.0 / leaf).reshape(*g.shape[:-2], rows // leaf, leaf, g.shape[-1])
         through = segments.cumsum(-2)
         decay = (through - through[..., leaf // 2, None, :]).flatten(-3, -2)
         mask = (i[:, None] // leaf == i // leaf) & (i[:, None] > i)

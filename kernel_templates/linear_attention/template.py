@@ -1140,5 +1140,10 @@ def bucket(tensors, spec):
     """The sizes by which a configuration is chosen."""
     q, v = tensors["q"], tensors["v"]
     return {
-        "tokens": q.shape[0] * q.shape[1], "heads": v.shape[2], "key_dim": q.shape[3], "value_dim": v.shape[3],
-    }  # fmt: skip
+        "tokens": q.shape[0] * q.shape[1],
+        "heads": v.shape[2],
+        "key_dim": q.shape[3],
+        "value_dim": v.shape[3],
+        "decay_dim": q.shape[3] if spec.decay == "channel" else 1,
+        "element_bytes": q.element_size(),
+    }

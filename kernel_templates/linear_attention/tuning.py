@@ -1,0 +1,90 @@
+"""Search space of the linear attention kernels.
+
+The six kernels run one after the other, so their settings are independent: every configuration differs from the base
+in one kernel only, and the tuner may combine the winners.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kernel_templates.linear_attention.spec import Spec
+
+SHARED_MEMORY = 227 * 1024  # bytes a program may have on sm_90
+MAX_STATE_PER_THREAD = 128  # fp32 elements of the running state that a thread may hold in registers
+
+BASE: dict[str, Any] = {
+    "chunk": 64,
+    "prepare_rows": 64,
+    "prepare_warps": 16,
+    "gram_rows": 32,
+    "gram_bk": 32,
+    "gram_warps": 4,
+    "gram_stages": 1,
+    "scan_bv": 64,
+    "scan_warps": 8,
+    "scan_stages": 2,
+    "reverse_bv": 64,
+    "reverse_warps": 8,
+    "reverse_stages": 2,
+    "score_rows": 64,
+    "score_bv": 64,
+    "score_warps": 4,
+    "score_stages": 1,
+    "gradient_rows": 64,
+    "gradient_bk": 32,
+    "gradient_bv": 128,
+    "gradient_warps": 8,
+    "gradient_stages": 1,
+}
+
+# with four warps and 32 channels, Triton 3.6 and 3.7 miscompile kernels like gradient_kernel for Hopper
+SCANS = [(bv, warps, stages) for bv in (16, 32, 64, 128) for warps in (4, 8) for stages in (1, 2, 3)]
+VARIANTS: dict[str, list[dict[str, Any]]] = {
+    "prepare": [{"prepare_warps": w} for w in (4, 8, 16, 32)],
+    "gram": [{"gram_bk": bk, "gram_warps": w} for bk in (32, 64) for w in (2, 4, 8)],
+    "scan": [{"scan_bv": bv, "scan_warps": w, "scan_stages": s} for bv, w, s in SCANS],
+    "reverse": [{"reverse_bv": bv, "reverse_warps": w, "reverse_stages": s} for bv, w, s in SCANS],
+    "score": [{"score_bv": bv, "score_warps": w} for bv in (32, 64, 128) for w in (4, 8)],
+    "gradient": [
+        {"gradient_bk": bk, "gradient_bv": bv, "gradient_warps": w}
+        for bk, w in ((16, 4), (32, 8), (64, 8))
+        for bv in (32, 64, 128)
+    ],
+}
+
+
+def space(spec: Spec, sizes: dict[str, int]) -> list[dict[str, Any]]:
+    """The base configuration and every fitting variation of one kernel."""
+    element_bytes = sizes.get("element_bytes", 2)
+    key_tile = 1 << max(sizes.get("key_dim", spec.key_dim) - 1, 15).bit_length()
+    value_tile = 1 << max(sizes.get("value_dim", spec.value_dim) - 1, 15).bit_length()
+    base = dict(BASE)
+    if element_bytes == 4:  # everything is twice as large
+        base.update(chunk=32, prepare_rows=32, score_rows=32, gradient_rows=32, scan_bv=32, reverse_bv=32)
+        base.update(gradient_bv=32, score_bv=32, scan_stages=1, reverse_stages=1)
+    for name in ("scan", "reverse"):
+        while not fits(base, name, key_tile, element_bytes) and base[f"{name}_bv"] > 16:
+            base[f"{name}_bv"] //= 2
+        if not fits(base, name, key_tile, element_bytes):
+            base[f"{name}_stages"] = 1
+    found = [base]
+    for kernel, variants in VARIANTS.items():
+        for variant in variants:
+            config = {**base, **variant}
+            wide = variant.get(f"{kernel}_bv", 0) > value_tile or variant.get(f"{kernel}_bk", 0) > key_tile
+            scan = kernel in ("scan", "reverse")
+            if not wide and config not in found and (not scan or fits(config, kernel, key_tile, element_bytes)):
+                found.append(config)
+    return found
+
+
+def fits(config: dict[str, Any], kernel: str, key_tile: int, element_bytes: int) -> bool:
+    """Whether a scan's tiles fit into shared memory and its state into registers."""
+    chunk, bv, stages, warps = (
+        int(config[n]) for n in ("chunk", f"{kernel}_bv", f"{kernel}_stages", f"{kernel}_warps")
+    )
+    loaded = 3 * chunk * key_tile + 2 * chunk * chunk + chunk * bv
+    made = (key_tile + chunk) * bv
+    in_registers = key_tile * bv / (32 * warps)
+    return (stages * loaded + made) * element_bytes <= SHARED_MEMORY and in_registers <= MAX_STATE_PER_THREAD
