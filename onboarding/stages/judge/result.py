@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from pydantic import Field
+
 from onboarding.architecture import Record
 from onboarding.artifacts import ArtifactRef
 from onboarding.context import StageResult
@@ -21,7 +23,7 @@ class TensorError(Record):
     """error / tolerance; over 1 fails."""
     reference_error: float
     """The family's rounded reference on the same input."""
-    worst_index: list[int] = []
+    worst_index: list[int] = Field(default_factory=list)
 
 
 class CaseReport(Record):
@@ -33,10 +35,10 @@ class CaseReport(Record):
     distribution: str
     passed: bool
     reason: str = ""
-    errors: list[TensorError] = []
-    checks: dict[str, bool] = {}
+    errors: list[TensorError] = Field(default_factory=list)
+    checks: dict[str, bool] = Field(default_factory=dict)
     """Inputs unchanged, outputs fresh, second call independent, poisoned memory, strides ..."""
-    sensitivity: dict[str, float] = {}
+    sensitivity: dict[str, float] = Field(default_factory=dict)
     """Smallest share by which zeros, a constant, a sign flip and half the mantissa fail; all above 1."""
     seconds: float = 0.0
 
@@ -56,7 +58,7 @@ class JudgeResult(StageResult):
     cases: list[CaseReport]
     worst_share: float
     worst_where: str
-    reasons: list[str] = []
+    reasons: list[str] = Field(default_factory=list)
     """Why it was refused, most telling first."""
     sandbox: str
     next_move: str = ""

@@ -1,0 +1,223 @@
+"""The candidate's process: confined, single use, started before the candidate is known.
+
+Imports torch and Triton, says ``ready``, then serves requests (JSON lines on an inherited pipe) until the pipe
+closes. It holds no expected value, no seed and no reference; what it reports is checked by the judge from raw bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from collections import Counter
+from pathlib import Path
+from types import ModuleType
+from typing import IO, Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kernel_templates import interpreter
+from kernel_templates.bind import Operator, bind
+from kernel_templates.configs import Chooser
+from kernel_templates.loading import load_module
+from onboarding.stages.judge.images import DTYPES, Image, load, save
+
+
+class Buffers:
+    """The tensors of one call in memory of their own."""
+
+    def __init__(self, device: torch.device, described: dict[str, Any]) -> None:
+        self.storages: dict[str, Tensor] = {}
+        self.views: dict[str, Tensor | None] = {}
+        for name, data in described.items():
+            if data is None:
+                self.views[name] = None
+                continue
+            self.storages[name] = _read(data).to(device)
+            view = _image(data).view(self.storages[name]).detach()
+            self.views[name] = view.requires_grad_(data.get("requires_grad", False))
+
+    def overwrite(self, described: dict[str, Any]) -> None:
+        """Other values at the same addresses in the same tensors, without a trace in their version counters."""
+        for name, storage in self.storages.items():
+            storage.data.copy_(_read(described[name]))
+
+
+def _image(data: dict[str, Any]) -> Image:
+    return Image.from_json(data, largest=data["elements"])
+
+
+def _read(data: dict[str, Any]) -> Tensor:
+    return load(Path(data["file"]), DTYPES[data["dtype"]], data["elements"])
+
+
+class Session:
+    """Serves the judge's requests for one candidate."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.module: ModuleType | None = None
+        self.operator: Operator | None = None
+
+    def serve(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Answer one request."""
+        kind = request["kind"]
+        if kind == "load":
+            interpreted = self.device.type == "cpu"
+            if interpreted:
+                interpreter.activate(strict=True)
+            self.module = load_module(Path(request["candidate"]))
+            self.operator = bind(
+                self.module, name="candidate", choose_config=Chooser.from_folder(Path(request["configs"]))
+            )
+            return {"inputs": list(self.operator.inputs), "outputs": list(self.operator.outputs)}
+        if kind == "case":
+            return {"calls": self._case(request["calls"], Path(request["out"]))}
+        if kind == "hollow":
+            restore = _hollow_kernels()
+            try:
+                return {"calls": self._case(request["calls"], Path(request["out"]))}
+            finally:
+                restore()
+        if kind == "operators":
+            return {"operators": self._operators(request["calls"][0])}
+        raise ValueError(f"unknown request {kind!r}")
+
+    def _case(self, calls: list[dict[str, Any]], out: Path) -> list[dict[str, Any]]:
+        """Run every call, and only then write down what came of each: results must outlive later calls."""
+        buffers: list[Buffers] = []
+        results: list[tuple[dict[str, Tensor], dict[str, Tensor | None], float]] = []
+        for call in calls:
+            if call["reuse"] is None:
+                buffers.append(Buffers(self.device, call["tensors"]))
+            else:
+                buffers.append(buffers[call["reuse"]])
+                buffers[-1].overwrite(call["tensors"])
+            upstream = Buffers(self.device, call["upstream"])
+            begin = time.perf_counter()
+            results.append((*self._run(buffers[-1].views, upstream.views), time.perf_counter() - begin))
+        written = []
+        for number, (outputs, gradients, seconds) in enumerate(results):
+            report: dict[str, Any] = {"seconds": seconds, "outputs": {}, "gradients": {}, "inputs": {}}
+            groups = (("outputs", outputs), ("gradients", gradients), ("inputs", buffers[number].storages))
+            for group, tensors in groups:
+                for name, tensor in tensors.items():
+                    if tensor is not None:
+                        report[group][name] = _write(tensor, out / f"{number}.{group}.{name}")
+            written.append(report)
+        return written
+
+    def _run(
+        self, inputs: dict[str, Tensor | None], upstream: dict[str, Tensor | None]
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor | None]]:
+        assert self.operator is not None
+        outputs = dict(zip(self.operator.outputs, self.operator(**inputs), strict=True))
+        leaves = {n: t for n, t in inputs.items() if t is not None and t.requires_grad}
+        sources = [(outputs[n], g) for n, g in upstream.items() if g is not None]
+        if not leaves or not sources:
+            return outputs, {}
+        found = torch.autograd.grad(
+            [s for s, _ in sources], list(leaves.values()), [g for _, g in sources], allow_unused=True
+        )
+        return outputs, dict(zip(leaves, found, strict=True))
+
+    def _operators(self, call: dict[str, Any]) -> dict[str, int]:
+        """Which torch operators the candidate's host code uses, forward and backward, on contiguous tensors."""
+        assert self.operator is not None
+        assert self.module is not None
+        inputs = Buffers(self.device, call["tensors"]).views
+        upstream = {
+            n: None if t is None else t.contiguous() for n, t in Buffers(self.device, call["upstream"]).views.items()
+        }
+        tensors = {n: None if t is None else t.detach().contiguous() for n, t in inputs.items()}
+        config = self.operator.config(**tensors)
+        needs = frozenset(n for n, t in inputs.items() if t is not None and t.requires_grad)
+        with _OperatorLog() as log:
+            _, saved = self.module.forward(tensors, config)
+            grads = {n: upstream.get(n) for n in self.operator.outputs}
+            self.module.backward(tensors, saved, grads, needs, config)
+        return dict(log.seen)
+
+
+class _OperatorLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the operators that run below it."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen[func._schema.name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _write(tensor: Tensor, path: Path) -> dict[str, Any]:
+    """The tensor's whole storage as bytes, and how the tensor lies in it."""
+    storage = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
+    image = Image(
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        shape=tuple(tensor.shape),
+        stride=tuple(tensor.stride()),
+        offset=int(tensor.storage_offset()),
+        elements=storage.numel(),
+    )
+    save(storage, path)
+    return image.to_json() | {"device": tensor.device.type, "plain": type(tensor) is Tensor}
+
+
+def _hollow_kernels() -> Any:
+    """Make every Triton launch do nothing; returns what puts them back."""
+    from triton.runtime.interpreter import InterpretedFunction
+    from triton.runtime.jit import JITFunction
+
+    kept = [(cls, cls.run) for cls in (InterpretedFunction, JITFunction)]
+    for cls, _ in kept:
+        cls.run = lambda self, *args, **kwargs: None
+
+    def restore() -> None:
+        for cls, run in kept:
+            cls.run = run
+
+    return restore
+
+
+def main() -> None:
+    """``python -m onboarding.stages.judge.child REQUESTS REPLIES DEVICE``."""
+    requests: IO[str] = os.fdopen(int(sys.argv[1]))
+    replies: IO[str] = os.fdopen(int(sys.argv[2]), "w")
+    device = torch.device(sys.argv[3])
+    torch.set_num_threads(1)
+    # uninitialised memory is filled with NaN (integers: the largest value), so that reading it shows
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+    import triton
+    import triton.language
+
+    if device.type == "cuda":
+        torch.zeros(1, device=device)
+    session = Session(device)
+
+    def reply(**data: Any) -> None:
+        replies.write(json.dumps(data) + "\n")
+        replies.flush()
+
+    gpu = torch.cuda.get_device_name() if device.type == "cuda" else ""
+    reply(ok=True, torch=torch.__version__, triton=triton.__version__, gpu=gpu)
+    for line in requests:
+        try:
+            answer = session.serve(json.loads(line))
+        except Exception as error:
+            where = traceback.extract_tb(error.__traceback__)
+            inside = next((f"{f.name}, line {f.lineno}" for f in reversed(where) if "candidate" in f.filename), "")
+            traceback.print_exc()
+            reply(ok=False, error=f"{type(error).__name__}: {error}"[:2000], where=inside)
+        else:
+            reply(ok=True, **answer)
+
+
+if __name__ == "__main__":
+    main()

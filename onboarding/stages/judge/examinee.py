@@ -1,0 +1,154 @@
+"""The judge's end of the candidate's process: asks, waits within limits, and turns every way to die into a reason."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from onboarding.problem import Problem
+from onboarding.sandbox import Limits, Outcome, Sandbox, module_command
+
+LONGEST_REPLY = 2**20
+CHILD = "onboarding.stages.judge.child"
+
+
+class Refusal(Exception):
+    """The candidate is refused; the message is the reason."""
+
+
+class Examinee:
+    """One confined, single-use process for one candidate; it starts before the candidate is known.
+
+    Args:
+        folder: private; ``given`` (read-only for the process) and ``work`` (its scratch) are made in it.
+        device: ``cpu`` or ``cuda``.
+        answer_s: longest time for one answer.
+    """
+
+    def __init__(self, sandbox: Sandbox, folder: Path, device: str, limits: Limits, answer_s: float) -> None:
+        self.given, self.work = folder / "given", folder / "work"
+        for place in (folder, self.given, self.work):
+            place.mkdir(exist_ok=True)
+            place.chmod(0o755)
+        self._limits, self._answer_s = limits, answer_s
+        child_reads, self._requests = os.pipe()
+        self._replies, child_writes = os.pipe()
+        argv, env = module_command(CHILD, [str(child_reads), str(child_writes), device])
+        try:
+            self._running = sandbox.start(
+                argv,
+                scratch=self.work,
+                read_only=[self.given],
+                limits=limits,
+                env=env | {"OMP_NUM_THREADS": "1"},
+                fds=[child_reads, child_writes],
+            )
+        finally:
+            os.close(child_reads)
+            os.close(child_writes)
+        os.set_blocking(self._replies, False)
+        os.set_blocking(self._requests, False)
+        self._received = b""
+        self._started = time.monotonic()
+
+    def ready(self) -> dict[str, Any]:
+        """Wait until torch and Triton are imported; their versions.
+
+        Raises:
+            Problem: ``judge-start-failed``: not the candidate's fault, it is not there yet.
+        """
+        try:
+            return self._answer(180.0)
+        except Refusal as failure:
+            raise Problem(
+                "judge-start-failed", "the judge's child process did not start", str(failure), status=500
+            ) from failure
+
+    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Send a request and wait for the answer.
+
+        Raises:
+            Refusal: the candidate raised, died, hung, or exceeded a limit.
+        """
+        deadline = time.monotonic() + self._answer_s
+        message = json.dumps(request).encode() + b"\n"
+        while message:
+            try:
+                message = message[os.write(self._requests, message) :]
+            except BlockingIOError:
+                self._turn(deadline)
+            except BrokenPipeError:
+                self._turn(deadline)
+                break
+        answer = self._answer(deadline - time.monotonic())
+        if answer.get("ok") is not True:
+            where = f" (in {answer['where']})" if answer.get("where") else ""
+            raise Refusal(f"it raised {answer.get('error', 'nothing that can be read')}{where}")
+        return answer
+
+    def _answer(self, seconds: float) -> dict[str, Any]:
+        deadline = time.monotonic() + seconds
+        while b"\n" not in self._received:
+            if len(self._received) > LONGEST_REPLY:
+                raise Refusal("its process wrote noise instead of an answer")
+            if self._turn(deadline):
+                with contextlib.suppress(BlockingIOError):
+                    data = os.read(self._replies, 65536)
+                    if not data:  # closed: it ended, or closed the channel
+                        self._turn(min(deadline, time.monotonic() + 1.0), read=False)
+                        raise Refusal("its process closed the channel to the judge")
+                    self._received += data
+        line, self._received = self._received.split(b"\n", 1)
+        try:
+            answer = json.loads(line)
+        except ValueError as noise:
+            raise Refusal("its process wrote noise instead of an answer") from noise
+        if not isinstance(answer, dict):
+            raise Refusal("its process wrote noise instead of an answer")
+        return answer
+
+    def _turn(self, deadline: float, *, read: bool = True) -> bool:
+        """Wait a little; whether there is something to read.
+
+        Raises:
+            Refusal: a limit is exceeded or the process has ended.
+        """
+        now = time.monotonic()
+        if now > deadline:
+            raise Refusal(self._reason("time"))
+        if now - self._started > self._limits.wall_s:
+            raise Refusal(self._reason("time"))
+        readable, reason = self._running.watch(self._replies if read else None, min(0.1, deadline - now))
+        if reason and not (readable and reason == "exit"):
+            raise Refusal(self._reason(reason))
+        return readable
+
+    def _reason(self, reason: str) -> str:
+        """End the process and say why in words."""
+        outcome = self.close("" if reason == "exit" else reason)
+        said = outcome.stderr_tail.strip().splitlines()[-1:] or [""]
+        words = {
+            "": "its process ended early with status 0",
+            "time": f"it did not finish within {min(self._answer_s, self._limits.wall_s):g} s",
+            "output": f"it printed more than {self._limits.output_bytes >> 20} MiB",
+            "disk": f"it wrote more than {self._limits.scratch_bytes >> 20} MiB",
+            "memory": f"it used more than {self._limits.memory_bytes >> 20} MiB of memory",
+            "processes": f"it started more than {self._limits.processes} processes",
+        }
+        if outcome.reason in words:
+            return words[outcome.reason]
+        return f"its process died: {outcome.reason}" + (f" ({said[0][:300]})" if said[0] else "")
+
+    _outcome: Outcome | None = None
+
+    def close(self, reason: str = "") -> Outcome:
+        """End the process and everything it started."""
+        if self._outcome is None:
+            for descriptor in (self._requests, self._replies):
+                os.close(descriptor)
+            self._outcome = self._running.close(reason)
+        return self._outcome

@@ -1,0 +1,163 @@
+"""The expected values of one call, how far a result may be from them, and proof that the tolerance can tell.
+
+Runs in the judge's process only: the candidate's process never sees any of this.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import kernel_templates
+from kernel_templates import tolerance
+from kernel_templates.configs import Chooser
+from kernel_templates.registry import family_module
+from kernel_templates.spec import OperatorSpec
+
+Tensors = dict[str, Tensor | None]
+TEMPLATES = Path(kernel_templates.__file__).parent
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expected:
+    """One output or gradient of one call."""
+
+    name: str
+    """``y``, ``grad x``."""
+    value: Tensor
+    """fp64."""
+    dtype: torch.dtype
+    """That the result must have."""
+    reference_error: float
+    """Of the family's rounded reference."""
+    limit: float
+
+    def compare(self, actual: Tensor) -> tolerance.Comparison:
+        """Compare a result of the same shape."""
+        return tolerance.compare(actual, self.value)
+
+
+@dataclass(kw_only=True)
+class Call:
+    """Inputs of one call, what flows into backward, and what must come out."""
+
+    spec: OperatorSpec
+    tensors: Tensors
+    upstream: dict[str, Tensor]
+    """Gradient of each output that gets one."""
+    needs: frozenset[str]
+    """Inputs that require a gradient."""
+    expected: dict[str, Expected] = field(default_factory=dict)
+
+
+def working_dtype(spec: OperatorSpec) -> torch.dtype:
+    """The dtype that an operator computes products in and stores activations in."""
+    dtype: torch.dtype = getattr(torch, spec.dtype)
+    return dtype
+
+
+def differentiable(spec: OperatorSpec, tensors: Tensors) -> frozenset[str]:
+    """Inputs that are there and whose gradient is part of the contract."""
+    roles = {role.name for role in spec.inputs() if role.differentiable}
+    return frozenset(n for n, t in tensors.items() if t is not None and n in roles and t.is_floating_point())
+
+
+@functools.cache
+def chooser(family: str) -> Chooser:
+    """The family's own configurations."""
+    return Chooser.from_folder(TEMPLATES / family / "configs", name=family)
+
+
+def contract(spec: OperatorSpec, tensors: Tensors) -> dict[str, Tensor]:
+    """Empty outputs with the dtype, shape and strides that the family's template promises."""
+    template = family_module(spec.family, "template")
+    outputs: dict[str, Tensor] = template.outputs_like(tensors, spec, config_for(spec, tensors))[0]
+    return outputs
+
+
+def config_for(spec: OperatorSpec, tensors: Tensors) -> dict[str, Any]:
+    """The configuration in force for these tensors."""
+    template = family_module(spec.family, "template")
+    device = next(t.device for t in tensors.values() if t is not None)
+    return chooser(spec.family)(template.bucket(tensors, spec), device)
+
+
+def draw_upstream(spec: OperatorSpec, tensors: Tensors, generator: torch.Generator) -> dict[str, Tensor]:
+    """Normal gradients for every differentiable output, in its dtype."""
+    names = {role.name for role in spec.outputs() if role.differentiable}
+    return {
+        n: torch.randn(t.shape, generator=generator, device=generator.device).to(t)
+        for n, t in contract(spec, tensors).items()
+        if n in names
+    }
+
+
+def expect(call: Call) -> Call:
+    """Fill in what must come out: fp64 reference, the rounded reference's own error, the limit."""
+    outputs = contract(call.spec, call.tensors)
+    exact = _evaluate(call, torch.float64, rounded=False)
+    own = _evaluate(call, torch.float32, rounded=True)
+    dtype = working_dtype(call.spec)
+    for name, value in exact.items():
+        gradient_of = name.removeprefix("grad ") if name.startswith("grad ") else None
+        error = tolerance.relative_rms(own[name], value)
+        result_dtype = outputs[name].dtype if gradient_of is None else call.tensors[gradient_of].dtype  # type: ignore[union-attr]
+        limit = tolerance.limit(call.spec.family, dtype, error, gradient_of)
+        call.expected[name] = Expected(name=name, value=value, dtype=result_dtype, reference_error=error, limit=limit)
+    return call
+
+
+def _evaluate(call: Call, dtype: torch.dtype, *, rounded: bool) -> dict[str, Tensor]:
+    """Outputs and gradients by the family's reference, in ``dtype``."""
+    reference = family_module(call.spec.family, "reference")
+    tensors: Tensors = {}
+    for name, tensor in call.tensors.items():
+        if tensor is not None and tensor.is_floating_point():
+            tensor = tensor.detach().to(dtype, copy=True).requires_grad_(name in call.needs)
+        tensors[name] = tensor
+    if rounded:
+        mma_dtype = working_dtype(call.spec)
+        outputs = reference.rounded_reference(tensors, call.spec, mma_dtype, config_for(call.spec, call.tensors))
+    else:
+        outputs = reference.reference(tensors, call.spec)
+    results = {name: value.detach() for name, value in outputs.items()}
+    sources = [(outputs[n], g.to(outputs[n].dtype)) for n, g in call.upstream.items() if outputs[n].requires_grad]
+    leaves: dict[str, Tensor] = {n: t for n in sorted(call.needs) if (t := tensors[n]) is not None}
+    if leaves and sources:
+        found = torch.autograd.grad(
+            [s for s, _ in sources], list(leaves.values()), [g for _, g in sources], allow_unused=True
+        )
+        for (name, leaf), gradient in zip(leaves.items(), found, strict=True):
+            results[f"grad {name}"] = torch.zeros_like(leaf) if gradient is None else gradient
+    return results
+
+
+def sensitivity(expected: Expected, call: Call) -> float | None:
+    """The smallest share of its limit by which a worthless result would miss; above 1 the tolerance can tell.
+
+    The worthless results: zeros, a constant, each input of the same shape, a flipped sign, half the mantissa. None
+    where nothing can be told: no elements, or an exact result of zeros.
+    """
+    value = expected.value
+    if value.numel() == 0 or not bool(value.any()):
+        return None
+    impostors = [torch.zeros_like(value), -value, half_mantissa(value, working_dtype(call.spec))]
+    if value.numel() > 1:
+        impostors.append(value.mean().expand_as(value))
+    if not expected.name.startswith("grad "):
+        impostors += [t for t in call.tensors.values() if t is not None and t.shape == value.shape]
+    errors = [expected.compare(impostor).error for impostor in impostors]
+    return min(errors) / expected.limit if all(math.isfinite(e) for e in errors) else 0.0
+
+
+def half_mantissa(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """``value`` (fp64) rounded to half of the significant bits of ``dtype``."""
+    bits = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24}[dtype] // 2
+    fraction, exponent = torch.frexp(value)
+    return torch.ldexp((fraction * 2.0**bits).round() / 2.0**bits, exponent)
