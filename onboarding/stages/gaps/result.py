@@ -17,8 +17,11 @@ class OperatorRow(Record):
     role: str
     family: str
     calls: int
+    """In one forward pass."""
     flops: float
+    """Forward and backward."""
     bytes_moved: float
+    """Forward and backward: the floor for operator specs, what the traced operators move for the rest."""
     floor_ms: float
     """Forward and backward, roofline of the target device."""
     provider: str
@@ -29,6 +32,8 @@ class OperatorRow(Record):
     share_flops: float
     share_bytes: float
     share_time: float
+    saving_ms: float = 0.0
+    """What a kernel at a realistic share of the roofline would save in the step."""
     gap: bool
     """No fast provider: a kernel will be generated."""
     spec: dict[str, Any] | None = None
@@ -44,3 +49,5 @@ class GapsResult(StageResult):
     """Digests of the operator specs to generate, largest expected saving first."""
     step_ms: float
     """Sum of ``provider_ms``: a projection, not a measurement."""
+    basis: str = ""
+    """How ``step_ms`` was projected, in words."""

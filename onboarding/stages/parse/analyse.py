@@ -50,7 +50,9 @@ def analyse(config: dict[str, Any], *, tokens: int, name: str = "") -> Parsed:
     try:
         structure = find_structure(model, built)
     except LookupError as error:
-        raise Problem("no-decoder-layers", f"{type(model).__name__}: {error}", "only layered decoders are onboarded") from None
+        raise Problem(
+            "no-decoder-layers", f"{type(model).__name__}: {error}", "only layered decoders are onboarded"
+        ) from None
     trace = trace_model(model, mode, structure, tokens)
     roles = find_roles(model, structure, trace)
     proposals = propose_uses(model, structure, roles, trace)

@@ -123,7 +123,9 @@ def build_model(config: Any, dtype: torch.dtype = torch.bfloat16) -> tuple[nn.Mo
     except Problem:
         raise
     except Exception as error:
-        raise Problem("model-not-built", f"{cls.__name__} cannot be built from this configuration", _first_line(error)) from error
+        raise Problem(
+            "model-not-built", f"{cls.__name__} cannot be built from this configuration", _first_line(error)
+        ) from error
     return model, mode, notes
 
 
@@ -136,7 +138,9 @@ def _construct(cls: Any, config: Any, dtype: torch.dtype) -> Any:
 
 
 def _sub_configs(config: Any) -> list[Any]:
-    return [getattr(config, name) for name in getattr(config, "sub_configs", {}) if getattr(config, name, None) is not None]
+    return [
+        getattr(config, name) for name in getattr(config, "sub_configs", {}) if getattr(config, name, None) is not None
+    ]
 
 
 def _keep_fp32(model: nn.Module) -> None:

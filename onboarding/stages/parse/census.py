@@ -63,7 +63,9 @@ def multi_token_prediction(model: nn.Module, config: Any, roles: ModelRoles) -> 
     block = block_parameters(roles, index)[0]
     if dense:
         layer = structure.layers[index]
-        block -= sum(p.numel() for path in roles.of_layer(index).experts for p in layer.get_submodule(path).parameters())
+        block -= sum(
+            p.numel() for path in roles.of_layer(index).experts for p in layer.get_submodule(path).parameters()
+        )
     return {"multi-token prediction": count * (block + 2 * hidden * hidden + 3 * hidden)}
 
 
@@ -75,7 +77,9 @@ def _mtp_count(model: nn.Module, config: Any, roles: ModelRoles) -> tuple[int, b
     """
     layers = len(roles.structure.layers)
     ignored = {
-        pattern for module in model.modules() for pattern in getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ()
+        pattern
+        for module in model.modules()
+        for pattern in getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ()
     }
     held = [p for p in ignored if "mtp" in p or re.search(rf"layers\\\.{layers}(?!\d)", p)]
     if not held:

@@ -66,7 +66,18 @@ def operator_cost(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[float
     if formula is not None:
         return float(formula(*args, **kwargs, out_val=result)), read + written
     largest = max((float(t.numel()) for t in (*inputs, *outputs)), default=0.0)
-    moves_only = name in ("clone", "_to_copy", "copy_", "cat", "zeros_like", "zero_", "fill_", "index", "gather", "embedding")
+    moves_only = name in (
+        "clone",
+        "_to_copy",
+        "copy_",
+        "cat",
+        "zeros_like",
+        "zero_",
+        "fill_",
+        "index",
+        "gather",
+        "embedding",
+    )
     return 0.0 if moves_only else largest, read + written
 
 

@@ -60,7 +60,9 @@ def _fallback_cost(leaf: LeafCall, tokens: int) -> tuple[int, float, float]:
     with quiet(), FakeTensorMode():
         heads = {"q": (facts["key_heads"], facts["key_dim"]), "k": (facts["key_heads"], facts["key_dim"])}
         heads |= {"v": (facts["value_heads"], facts["value_dim"]), "beta": (facts["value_heads"],)}
-        heads["g"] = (facts["value_heads"], facts["key_dim"]) if facts["decay"] == "channel" else (facts["value_heads"],)
+        heads["g"] = (
+            (facts["value_heads"], facts["key_dim"]) if facts["decay"] == "channel" else (facts["value_heads"],)
+        )
         dtypes = {name: getattr(torch, text.removeprefix("torch.")) for name, text in facts["dtypes"].items()}
         given = {
             name: torch.zeros(1, tokens, *heads[name], dtype=dtypes[name], requires_grad=True)

@@ -74,7 +74,12 @@ def _has_sequence_settings(module: nn.Module) -> bool:
 def _holds_experts(module: nn.Module, counts: set[int]) -> str | None:
     """Relative path of a list of equal feed-forwards, or of stacked expert weights, inside a module."""
     for name, child in module.named_modules():
-        if isinstance(child, nn.ModuleList) and len(child) in counts and len({type(c) for c in child}) == 1 and matrices(child[0]) > 1:
+        if (
+            isinstance(child, nn.ModuleList)
+            and len(child) in counts
+            and len({type(c) for c in child}) == 1
+            and matrices(child[0]) > 1
+        ):
             return name
         if name and any(p.dim() == 3 and p.shape[0] in counts for p in child.parameters(recurse=False)):
             return name
@@ -171,7 +176,9 @@ def _refine_moe(layer: nn.Module, moe: str, experts: tuple[str, ...], roles: dic
     for path in experts:
         module = layer.get_submodule(path)
         counts.update(
-            [len(module)] if isinstance(module, nn.ModuleList) else [p.shape[0] for p in module.parameters(recurse=False)]
+            [len(module)]
+            if isinstance(module, nn.ModuleList)
+            else [p.shape[0] for p in module.parameters(recurse=False)]
         )
     for path in list(roles):
         if any(_relative(path, e) is not None for e in experts):

@@ -102,7 +102,9 @@ class Growth:
     short: dict[Key, ScanCall]
     long: dict[Key, ScanCall]
 
-    def at(self, key: Key, tokens: int) -> tuple[list[tuple[tuple[int, ...], torch.dtype] | None], Any, dict[str, list[float]]]:
+    def at(
+        self, key: Key, tokens: int
+    ) -> tuple[list[tuple[tuple[int, ...], torch.dtype] | None], Any, dict[str, list[float]]]:
         """Output shapes, their structure, and costs of a call at a length.
 
         Raises:
@@ -111,12 +113,16 @@ class Growth:
         a, b = self.short[key], self.long[key]
         ratio = (tokens - PROBE_LENGTHS[0]) / (PROBE_LENGTHS[1] - PROBE_LENGTHS[0])
         shapes = [
-            None if x is None or y is None else (tuple(round(p + (q - p) * ratio) for p, q in zip(x[0], y[0], strict=True)), x[1])
+            None
+            if x is None or y is None
+            else (tuple(round(p + (q - p) * ratio) for p, q in zip(x[0], y[0], strict=True)), x[1])
             for x, y in zip(a.outputs, b.outputs, strict=True)
         ]
         zero = [0.0, 0.0, 0.0]
         costs = {
-            phase: [p + (q - p) * ratio for p, q in zip(a.costs.get(phase, zero), b.costs.get(phase, zero), strict=True)]
+            phase: [
+                p + (q - p) * ratio for p, q in zip(a.costs.get(phase, zero), b.costs.get(phase, zero), strict=True)
+            ]
             for phase in ("forward", "backward")
         }
         return shapes, a.structure, costs

@@ -113,9 +113,15 @@ def find_structure(model: nn.Module, config: Any) -> Structure:
     schedules = [
         value
         for value in vars(text).values()
-        if isinstance(value, list | tuple) and len(value) == len(layers) and all(_plain(v) for v in value)
+        if isinstance(value, list | tuple)
+        and len(value) == len(layers)
+        and all(_plain(v) for v in value)
         # a list of layer numbers says nothing of any one layer
-        and not (len(value) > 1 and sorted(map(repr, value)) == sorted(map(repr, range(value[0] if isinstance(value[0], int) else 0, len(value)))))
+        and not (
+            len(value) > 1
+            and sorted(map(repr, value))
+            == sorted(map(repr, range(value[0] if isinstance(value[0], int) else 0, len(value))))
+        )
     ]
     for index, layer in enumerate(layers):
         scheduled = tuple(repr(values[index]) for values in schedules)

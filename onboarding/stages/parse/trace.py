@@ -225,7 +225,9 @@ def _swap(output: Any, hidden: torch.Tensor) -> Any:
         return (hidden, *output[1:])
     if isinstance(output, list):
         return [hidden, *output[1:]]
-    raise Problem("layer-output-unknown", f"a decoder layer returns {type(output).__name__}", "a tensor or a tuple is expected")
+    raise Problem(
+        "layer-output-unknown", f"a decoder layer returns {type(output).__name__}", "a tensor or a tuple is expected"
+    )
 
 
 @contextmanager
@@ -300,7 +302,9 @@ def _loss(model: Any, structure: Structure, ids: torch.Tensor, tracer: Tracer) -
         if structure.text_config is model.config:
             raise
         tracer.restart()
-        tracer.note(f"the class does not run on text alone ({type(error).__name__}): its text decoder and head were traced")
+        tracer.note(
+            f"the class does not run on text alone ({type(error).__name__}): its text decoder and head were traced"
+        )
     hidden = model.get_submodule(structure.decoder_prefix)(input_ids=ids, use_cache=False)[0]
     logits = model.get_output_embeddings()(hidden)
     return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), ids.flatten())
@@ -312,7 +316,12 @@ def _step(
     """One training step of one sequence under a tracer."""
     with quiet(), mode:
         ids = torch.zeros(1, tokens, dtype=torch.int64)
-        with leaves_in_place(model, tracer, replace), one_layer_per_kind(structure), _module_hooks(model, tracer), tracer:
+        with (
+            leaves_in_place(model, tracer, replace),
+            one_layer_per_kind(structure),
+            _module_hooks(model, tracer),
+            tracer,
+        ):
             try:
                 loss = _loss(model, structure, ids, tracer)
             except Problem:

@@ -202,6 +202,9 @@ def _proven(module: nn.Module, spec: Spec, parts: dict[str, str], hidden: int) -
 
 def small_sizes(hidden: int, inner: int) -> dict[int, int]:
     """Small sizes that keep what is equal equal and what is twice the other twice the other."""
-    small = {hidden: 24, inner: 24 if hidden == inner else 12 if hidden == 2 * inner else 48 if inner == 2 * hidden else 40}
+    small = {
+        hidden: 24,
+        inner: 24 if hidden == inner else 12 if hidden == 2 * inner else 48 if inner == 2 * hidden else 40,
+    }
     small.setdefault(2 * inner, 2 * small[inner])
     return small

@@ -23,11 +23,15 @@ def small_instance(module: nn.Module, sizes: Mapping[int, int], generator: torch
     for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
         state[name] = type(state[name])()
     state["_parameters"] = {
-        name: None if p is None else nn.Parameter(_random(p, sizes, generator)) for name, p in module._parameters.items()
+        name: None if p is None else nn.Parameter(_random(p, sizes, generator))
+        for name, p in module._parameters.items()
     }
-    state["_buffers"] = {name: None if b is None else _random(b, sizes, generator) for name, b in module._buffers.items()}
+    state["_buffers"] = {
+        name: None if b is None else _random(b, sizes, generator) for name, b in module._buffers.items()
+    }
     state["_modules"] = {
-        name: None if child is None else small_instance(child, sizes, generator) for name, child in module._modules.items()
+        name: None if child is None else small_instance(child, sizes, generator)
+        for name, child in module._modules.items()
     }
     for name, value in list(state.items()):
         if not name.startswith("_"):

@@ -26,12 +26,16 @@ def relative_error(value: torch.Tensor, expected: torch.Tensor) -> float:
     return error if error == error else float("inf")
 
 
-def _gradients(outputs: Mapping[str, torch.Tensor], inputs: Tensors, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _gradients(
+    outputs: Mapping[str, torch.Tensor], inputs: Tensors, weights: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
     wanted = {name: t for name, t in inputs.items() if t is not None and t.requires_grad}
     total = sum((outputs[name].double() * weights[name]).sum() for name in weights)
     assert isinstance(total, torch.Tensor)
     found = torch.autograd.grad(total, list(wanted.values()), allow_unused=True)
-    return {name: g if g is not None else torch.zeros_like(t) for (name, t), g in zip(wanted.items(), found, strict=True)}
+    return {
+        name: g if g is not None else torch.zeros_like(t) for (name, t), g in zip(wanted.items(), found, strict=True)
+    }
 
 
 def _fresh(tensors: Tensors, differentiable: set[str], dtype: torch.dtype) -> dict[str, torch.Tensor | None]:

@@ -98,12 +98,12 @@ class Proposer:
                 self._unproven(module, "norm")
                 return
             attributes = {"weight": "weight"} if spec.weighted else {}
-            self._add(spec, call, module, "gated_norm" if gated else "norm", attributes, self._norm_role(call.path, gated))
+            self._add(
+                spec, call, module, "gated_norm" if gated else "norm", attributes, self._norm_role(call.path, gated)
+            )
         elif role in (DENSE, SHARED) and 2 <= sum(isinstance(c, nn.Linear) for c in module.children()) <= 3:
             shapes = tuple(tuple(p.shape) for p in module.parameters())
-            proven: GatedMlp | None = self._once(
-                (type(module), shapes, dtype), lambda: prove_gated_mlp(module, dtype)
-            )
+            proven: GatedMlp | None = self._once((type(module), shapes, dtype), lambda: prove_gated_mlp(module, dtype))
             if proven is None:
                 self._unproven(module, "gated feed-forward")
                 return

@@ -1,0 +1,212 @@
+"""Ranking the gaps: every operator of a training step with its floor, its provider, and what a kernel could save."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from kernel_templates.registry import load_spec
+
+from onboarding.architecture import Architecture, GraphOperator, OperatorUse
+from onboarding.devices import Device
+from onboarding.stages.gaps.providers import (
+    ATTENTION_EFFICIENCY,
+    EAGER_BANDWIDTH,
+    LAUNCH_US,
+    LINEAR_EFFICIENCY,
+    MASKED_ATTENTION_EFFICIENCY,
+    Provided,
+    eager_ms,
+    serve_use,
+)
+from onboarding.stages.gaps.result import GapsResult, OperatorRow
+
+FAST = 0.8
+"""A provider that reaches this share of the roofline is fast; an operator of a family below it is a gap."""
+KERNEL_SHARE = 0.7
+"""Share of the roofline that a generated kernel is expected to reach, for ranking only."""
+_LINEAR = ("mm", "addmm", "bmm", "baddbmm", "matmul")
+
+
+@dataclass(kw_only=True)
+class _Group:
+    """Plain torch operators that one provider serves in one role."""
+
+    kind: str
+    role: str
+    operators: list[GraphOperator]
+
+
+def analyse_gaps(architecture: Architecture, device: Device) -> GapsResult:
+    """Every operator of one training step (forward and backward, batch 1), ranked by expected saving."""
+    tokens = architecture.sequence_length
+    rows = [_use_row(use, device, tokens) for use in architecture.uses]
+    rows += [_group_row(group, device) for group in _groups(architecture.graph)]
+    step = sum(row.provider_ms for row in rows)
+    flops, moved = sum(row.flops for row in rows), sum(row.bytes_moved for row in rows)
+    rows = [
+        row.model_copy(
+            update={
+                "share_flops": row.flops / flops if flops else 0.0,
+                "share_bytes": row.bytes_moved / moved if moved else 0.0,
+                "share_time": row.provider_ms / step if step else 0.0,
+            }
+        )
+        for row in rows
+    ]
+    rows.sort(key=lambda row: (-row.saving_ms, -row.provider_ms, row.name))
+    gaps = [row for row in rows if row.gap]
+    share = sum(row.share_time for row in gaps)
+    return GapsResult(
+        summary=(
+            f"{len(gaps)} operator specs without a fast provider: {share:.0%} of the step at T {tokens} on "
+            f"{device.name} (projection)"
+        ),
+        target=device.key,
+        sequence_length=tokens,
+        rows=rows,
+        gaps=[row.digest for row in gaps],
+        step_ms=step,
+        basis=(
+            f"projection, not a measurement: roofline of {device.name} ({device.tflops:g} TFLOP/s, "
+            f"{device.bandwidth:g} TB/s; {device.basis}), batch 1, forward and backward, no optimizer"
+        ),
+    )
+
+
+def _use_row(use: OperatorUse, device: Device, tokens: int) -> OperatorRow:
+    spec = load_spec(use.spec)
+    each = use.flops / spec.flops(1) / use.calls
+    rows = max(1, round(each))
+    flops = use.flops + use.calls * spec.flops(rows, backward=True)
+    moved = use.bytes_moved + use.calls * spec.bytes_moved(rows, backward=True)
+    # forward and backward have floors of their own: the sum of the two, not the floor of the sum
+    floor = device.floor_ms(use.flops, use.bytes_moved) + device.floor_ms(flops - use.flops, moved - use.bytes_moved)
+    provided = serve_use(use, spec, device, tokens, floor)
+    return OperatorRow(
+        digest=use.digest,
+        name=use.words,
+        role=use.role,
+        family=spec.family,
+        calls=use.calls,
+        flops=flops,
+        bytes_moved=moved,
+        floor_ms=floor,
+        provider=provided.provider,
+        provider_ms=provided.ms,
+        basis=provided.basis,
+        share_flops=0.0,
+        share_bytes=0.0,
+        share_time=0.0,
+        saving_ms=max(0.0, provided.ms - floor / KERNEL_SHARE),
+        gap=floor < FAST * provided.ms,
+        spec=use.spec,
+    )
+
+
+def _groups(graph: list[GraphOperator]) -> list[_Group]:
+    groups: dict[tuple[str, str], _Group] = {}
+    for operator in graph:
+        if operator.use:
+            continue
+        kind = _kind(operator)
+        role = operator.name if kind in ("attention", "scan") else operator.role
+        groups.setdefault((kind, role), _Group(kind=kind, role=role, operators=[])).operators.append(operator)
+    return list(groups.values())
+
+
+def _kind(operator: GraphOperator) -> str:
+    if operator.name.startswith("attention"):
+        return "attention"
+    if operator.name in _LINEAR:
+        return "linear"
+    if "conv" in operator.name:
+        return "convolution"
+    if operator.name == "experts":
+        return "experts"
+    if operator.name in ("embedding", "embedding_dense_backward"):
+        return "embedding"
+    if operator.matmul:
+        return "scan"
+    if operator.role in ("other", "head"):
+        return "loss"
+    return "elementwise"
+
+
+def _group_row(group: _Group, device: Device) -> OperatorRow:
+    flops = sum(op.flops for op in group.operators)
+    moved = sum(op.bytes_moved for op in group.operators)
+    floor = sum(device.floor_ms(op.flops, op.bytes_moved) for op in group.operators)
+    forward = sum(op.count for op in group.operators if op.phase == "forward")
+    provided = _provided(group, device, floor, flops, moved)
+    return OperatorRow(
+        digest="",
+        name=_name(group),
+        role=group.operators[0].role if group.kind in ("attention", "scan") else group.role,
+        family=group.kind,
+        calls=forward,
+        flops=flops,
+        bytes_moved=moved,
+        floor_ms=floor,
+        provider=provided.provider,
+        provider_ms=max(floor, provided.ms),
+        basis=provided.basis,
+        share_flops=0.0,
+        share_bytes=0.0,
+        share_time=0.0,
+        gap=False,
+    )
+
+
+def _name(group: _Group) -> str:
+    shapes: dict[str, int] = defaultdict(int)
+    for operator in group.operators:
+        shapes[operator.name] += operator.count
+    if group.kind in ("attention", "scan"):
+        return group.role
+    if group.kind == "linear":
+        return f"matrix products of the {group.role}"
+    if group.kind == "elementwise":
+        return f"elementwise operators of the {group.role} ({sum(shapes.values()):,})"
+    return {"loss": "loss", "embedding": "token embedding"}.get(group.kind, f"{group.kind} of the {group.role}")
+
+
+def _provided(group: _Group, device: Device, floor: float, flops: float, moved: float) -> Provided:
+    count = sum(op.count for op in group.operators)
+    if group.kind == "linear":
+        return Provided(
+            provider="torch linear",
+            ms=floor / LINEAR_EFFICIENCY,
+            basis=f"assumed {LINEAR_EFFICIENCY:.0%} of the roofline (cuBLAS)",
+        )
+    if group.kind == "attention" and " top " in group.role:
+        ms = _masked_attention_ms(group, device)
+        basis = (
+            f"every score is computed under a dense mask: {MASKED_ATTENTION_EFFICIENCY:.0%} of peak, measured on H200"
+        )
+        return Provided(provider="torch sdpa with a dense mask", ms=ms, basis=basis)
+    if group.kind == "attention":
+        return Provided(
+            provider="torch sdpa",
+            ms=floor / ATTENTION_EFFICIENCY,
+            basis=f"assumed {ATTENTION_EFFICIENCY:.0%} of the roofline (FlashAttention, forward and backward)",
+        )
+    basis = (
+        f"{count:,} torch operators, {moved / 1e9:,.1f} GB, counted in the trace; at {EAGER_BANDWIDTH:.0%} of the "
+        f"bandwidth and at least {LAUNCH_US:g} us a launch (assumed)"
+    )
+    names = {"scan": "transformers torch fallback", "convolution": "torch conv1d", "embedding": "torch embedding"}
+    return Provided(
+        provider=names.get(group.kind, "torch eager"), ms=eager_ms(device, count, flops, moved), basis=basis
+    )
+
+
+def _masked_attention_ms(group: _Group, device: Device) -> float:
+    """Attention that computes the whole square of scores although only the top k count."""
+    total = 0.0
+    for operator in group.operators:
+        query, _, value = ([int(n) for n in shape.split("x")] for shape in operator.shapes.split(", ")[:3])
+        b, h, t, d = query
+        square = 2.0 * b * h * t * t * (d + value[-1]) * (1.0 if operator.phase == "forward" else 2.5)
+        total += operator.count * square
+    return 1e3 * total / (device.tflops * 1e12 * MASKED_ATTENTION_EFFICIENCY)
