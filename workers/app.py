@@ -24,6 +24,8 @@ ADVANCE = "workers.advance"
 """Name of the task; arguments: step id, queue."""
 VISIBILITY_TIMEOUT_S = 3600
 """Has no effect on correctness: messages are acknowledged when they are taken."""
+POLLING_S = 0.2
+"""How long one wait at the broker lasts: a stopping worker has to sit out the present one."""
 
 
 def make_app(settings: Settings) -> Celery:
@@ -44,6 +46,7 @@ def make_app(settings: Settings) -> Celery:
         broker_connection_timeout=2,
         broker_transport_options={
             "visibility_timeout": VISIBILITY_TIMEOUT_S,
+            "polling_interval": POLLING_S,
             "socket_connect_timeout": 2,
             # Applies to senders: a hint is dropped, not waited for, when the broker is away.
             "max_retries": 1,

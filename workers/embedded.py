@@ -11,6 +11,7 @@ import fcntl
 import http.client
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +28,7 @@ POLL_S = 0.05
 GRACE_S = 1.2
 """Time to end by themselves; then children are killed, so that all are gone within 2 s."""
 START_S = 60.0
+PORT_WAIT_S = 2.0
 FIRST_TRIES = 3
 """A child that dies this often before the service is ready is not started again: the service gives up."""
 
@@ -77,6 +79,7 @@ class Service:
         """
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._stop)
+        check_port(self.settings.host, self.settings.port)
         try:
             if self.broker is not None:
                 private_folder(self.settings.broker_socket().parent)
@@ -129,6 +132,26 @@ class Service:
             alive = self.api.process is not None and self.api.process.poll() is None
             return connection.getresponse().status == 200 and alive
         return False
+
+
+def check_port(host: str, port: int) -> None:
+    """Find out early and say clearly that the port is taken; a predecessor that is just ending gets a moment.
+
+    Raises:
+        ServeError: another program listens there, or the address is not ours.
+    """
+    deadline = time.monotonic() + PORT_WAIT_S
+    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    while True:
+        try:
+            with socket.socket(family, kind) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(address)
+                return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise ServeError(f"cannot listen on {host} port {port} ({error.strerror}); set ONBOARD_PORT") from error
+        time.sleep(POLL_S)
 
 
 def ready_line(settings: Settings) -> str:

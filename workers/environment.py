@@ -9,6 +9,8 @@ from pathlib import Path
 
 OUTCOME_FILE = "outcome.json"
 """What a step's process leaves in its folder for the supervisor."""
+STEP_MARK = "ONBOARD_STEP_FOLDER"
+"""Variable by which programs that a step started can be told, wherever they have been moved to."""
 TRACING_PREFIXES = ("LANGSMITH_", "LANGCHAIN_")
 """Variables that would make the graph library send prompts and results to a service outside."""
 

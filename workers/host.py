@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from onboarding.settings import Settings
-from workers.environment import clean_environment
+from workers.environment import STEP_MARK, clean_environment
 from workers.guard import PR_SET_PDEATHSIG, guard
 
 HEAVY = ("torch", "transformers.models.auto.modeling_auto", "agents.kernel_search")
@@ -78,6 +78,7 @@ def run_guard(request: dict[str, Any], lifeline: int, status: int, *, forking: b
         os.setsid()
         os.write(status, f"{os.getpid()}\n".encode())
         step_id, folder = int(request["step_id"]), str(request["folder"])
+        os.environ[STEP_MARK] = folder
         code = guard(
             partial(run_here if forking else run_afresh, step_id, folder),
             lifeline=lifeline,

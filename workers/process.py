@@ -16,6 +16,8 @@ from pathlib import Path
 
 import psutil
 
+from workers.environment import STEP_MARK
+
 KILL_S = 5.0
 """A guard that has not cleared its tree by then is killed itself."""
 
@@ -74,7 +76,7 @@ class StepHost:
         finally:
             os.close(their_lifeline)
             os.close(their_status)
-        return StepProcess(lifeline, status)
+        return StepProcess(lifeline, status, str(folder))
 
     def _send(self, request: dict[str, object], *descriptors: int) -> None:
         socket.send_fds(self._connected(), [json.dumps(request).encode()], descriptors)
@@ -102,9 +104,11 @@ class StepProcess:
     Args:
         lifeline: write end of the pipe that keeps the tree alive.
         status: read end of the pipe on which the guard says its process id, then the step's exit status.
+        mark: value of ``STEP_MARK`` in the environment of what the step started.
     """
 
-    def __init__(self, lifeline: int, status: int) -> None:
+    def __init__(self, lifeline: int, status: int, mark: str) -> None:
+        self._mark = mark
         self._lifeline = lifeline
         self._status = status
         self._said = b""
@@ -129,7 +133,7 @@ class StepProcess:
         lines = self._said.split()
         if len(lines) == 2:
             return int(lines[1])
-        self._kill_session()  # the guard was killed: what it guarded is ours to end
+        self._kill_rest()
         return 128 + signal.SIGKILL
 
     def memory_bytes(self) -> int:
@@ -151,9 +155,9 @@ class StepProcess:
             self.wait(KILL_S)
         os.close(self._status)
 
-    def _kill_session(self) -> None:
-        """Kill what is left of the guard's session."""
-        for pid in psutil.pids() if self.guard_pid is not None else ():
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                if os.getsid(pid) == self.guard_pid:
-                    os.kill(pid, signal.SIGKILL)
+    def _kill_rest(self) -> None:
+        """The guard was killed: what it guarded is ours to end, told by its session or by its mark."""
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied, ProcessLookupError, PermissionError):
+                if os.getsid(process.pid) == self.guard_pid or process.environ().get(STEP_MARK) == self._mark:
+                    process.kill()

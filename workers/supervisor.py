@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from celery import signals
+from celery.exceptions import WorkerShutdown
 from sqlalchemy.exc import OperationalError
 
 from onboarding.problem import Problem
@@ -42,7 +43,10 @@ stopping = threading.Event()
 
 @signals.worker_shutting_down.connect  # type: ignore[untyped-decorator]  # celery has no types
 def _shut_down(**_: Any) -> None:
-    stopping.set()
+    """Runs in the signal handler, in the main thread, which sleeps in the event loop: wake it up by leaving."""
+    if not stopping.is_set():
+        stopping.set()
+        raise WorkerShutdown(0)
 
 
 @cache

@@ -117,7 +117,9 @@ class Toy:
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-                if process.environ().get("TOY_CONTROL") == marker and process.status() != psutil.STATUS_ZOMBIE:
+                # The broker writes its title over its environment; the title names the socket.
+                ours = process.environ().get("TOY_CONTROL") == marker or f"{self.home}/" in " ".join(process.cmdline())
+                if ours and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
         return found
 
