@@ -6,7 +6,6 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from kernel_templates.registry import load_spec
-
 from onboarding.architecture import Architecture, GraphOperator, OperatorUse
 from onboarding.devices import Device
 from onboarding.stages.gaps.providers import (

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from kernel_templates.moe.spec import Spec as MoeSpec
 from kernel_templates.spec import OperatorSpec
-
 from onboarding.architecture import OperatorUse
 from onboarding.devices import Device
 

@@ -16,7 +16,8 @@ from onboarding.stages.parse.describe import feed_forward_words, kind_mixers, le
 from onboarding.stages.parse.eager import eager_costs
 from onboarding.stages.parse.roles import AUDIO, VISION, ModelRoles, find_roles
 from onboarding.stages.parse.structure import Structure, find_structure
-from onboarding.stages.parse.trace import Operation, Trace, trace_model
+from onboarding.stages.parse.trace import trace_model
+from onboarding.stages.parse.tracer import Operation, Trace
 from onboarding.stages.parse.uses.propose import Proposals, propose_uses
 
 SHOWN_TENSORS = 3

@@ -73,7 +73,8 @@ def _mtp_count(model: nn.Module, config: Any, roles: ModelRoles) -> tuple[int, b
     """How many such layers the checkpoint holds, and whether they are dense.
 
     Only a class that ignores such weights on loading has a checkpoint with them. The published checkpoints that keep
-    them under ``model.mtp`` (LongCat-Flash, MiMo-V2-Flash) leave out the routed experts; the others repeat a whole block.
+    them under ``model.mtp`` (LongCat-Flash, MiMo-V2-Flash) leave out the
+    routed experts; the others repeat a whole block.
     """
     layers = len(roles.structure.layers)
     ignored = {

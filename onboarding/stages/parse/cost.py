@@ -87,5 +87,5 @@ def _convolution_backward_flops(args: Any) -> float:
     torch's own formula ignores groups: a depthwise convolution would count as a full one.
     """
     grad_out, weight, mask = args[0], args[2], args[-1]
-    one = 2.0 * grad_out.numel() * (weight.numel() // weight.shape[0])
+    one: float = 2.0 * grad_out.numel() * (weight.numel() // weight.shape[0])
     return one * sum(bool(wanted) for wanted in mask[:2])

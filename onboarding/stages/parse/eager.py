@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from onboarding.architecture import OperatorUse
 from onboarding.stages.parse.build import quiet
 from onboarding.stages.parse.leaves import LeafCall
-from onboarding.stages.parse.trace import Operation, Trace, Tracer
+from onboarding.stages.parse.tracer import Operation, Trace, Tracer
 
 _SHORT, _LONG = 128, 192
 """Two and three chunks of 64."""
@@ -58,7 +58,10 @@ def _fallback_cost(leaf: LeafCall, tokens: int) -> tuple[int, float, float]:
     marked: Any = facts["marked"]
     tracer = Tracer({})
     with quiet(), FakeTensorMode():
-        heads = {"q": (facts["key_heads"], facts["key_dim"]), "k": (facts["key_heads"], facts["key_dim"])}
+        heads: dict[str, tuple[int, ...]] = {
+            "q": (facts["key_heads"], facts["key_dim"]),
+            "k": (facts["key_heads"], facts["key_dim"]),
+        }
         heads |= {"v": (facts["value_heads"], facts["value_dim"]), "beta": (facts["value_heads"],)}
         heads["g"] = (
             (facts["value_heads"], facts["key_dim"]) if facts["decay"] == "channel" else (facts["value_heads"],)

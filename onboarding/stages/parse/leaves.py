@@ -7,12 +7,9 @@ thousands of operators that no one would run. Each is one node forward and one b
 
 from __future__ import annotations
 
-import inspect
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
@@ -22,6 +19,13 @@ from transformers.integrations.moe import ExpertsInterface
 from transformers.modeling_utils import AttentionInterface
 
 from onboarding.stages.parse.cost import tensor_bytes
+from onboarding.stages.parse.marked import (
+    MarkedFunction,
+    is_linear_attention,
+    linear_attention_arguments,
+    marked_functions,
+    modeling_modules,
+)
 
 ATTENTION_BACKWARD = 2.5
 """Backward over forward matrix products: five against two, because the scores are computed again (FlashAttention)."""
@@ -42,12 +46,8 @@ class LeafCall:
     facts: dict[str, Any] = field(default_factory=dict)
 
 
-Record = Callable[[LeafCall, str], None]
-"""Called with the call and its phase."""
-
-
 class Leaf(torch.autograd.Function):
-    """A node that allocates its outputs and, backward, the gradients of its inputs; what it would compute is not run."""
+    """A node that allocates its outputs and, backward, the gradients of its inputs; it computes nothing."""
 
     @staticmethod
     def forward(ctx: Any, sink: Any, call: LeafCall, make: Callable[[], Any], *tensors: torch.Tensor) -> Any:
@@ -65,6 +65,11 @@ class Leaf(torch.autograd.Function):
         ctx.sink.leaf(ctx.call, "backward")
         needs = ctx.needs_input_grad[3:]
         return (None, None, None, *(g if need else None for g, need in zip(found, needs, strict=True)))
+
+
+def run_leaf(sink: Any, call: LeafCall, make: Callable[[], Any], *tensors: torch.Tensor) -> Any:
+    """Run a leaf in the autograd graph of its inputs."""
+    return Leaf.apply(sink, call, make, *tensors)  # type: ignore[no-untyped-call]
 
 
 def visible_pairs(queries: int, keys: int, *, causal: bool, window: int | None) -> float:
@@ -127,7 +132,7 @@ def attention_leaf(sink: Any) -> Callable[..., Any]:
                 "dense_flops": 2.0 * b * h * visible_pairs(t, s, causal=causal, window=None) * (d + dv),
             },
         )
-        out = Leaf.apply(sink, call, lambda: value.new_empty(b, t, h, dv), *tensors)
+        out = run_leaf(sink, call, lambda: value.new_empty(b, t, h, dv), *tensors)
         return out, None
 
     return attention
@@ -158,70 +163,11 @@ def experts_leaf(sink: Any) -> Callable[..., Any]:
             backward_bytes=2 * (weights + activations),
             facts={"experts": count, "top_k": k, "tokens": tokens},
         )
-        return Leaf.apply(
-            sink, call, lambda: torch.empty_like(hidden_states), hidden_states, top_k_weights, *parameters
-        )
+        tensors = (hidden_states, top_k_weights, *parameters)
+        out: torch.Tensor = run_leaf(sink, call, lambda: torch.empty_like(hidden_states), *tensors)
+        return out
 
     return experts
-
-
-@dataclass(frozen=True, kw_only=True)
-class MarkedFunction:
-    """A module-level function that transformers would replace by a library's kernel."""
-
-    module: ModuleType
-    attribute: str
-    """Name under which the modeling file's forwards call it."""
-    kernel: str
-    """Name of the library's function, e.g. ``chunk_kda``."""
-    package: str
-    function: Callable[..., Any]
-
-
-_MARK = "use_kernel_func_from_hub_with_fallback.<locals>.decorator.<locals>.wrapped"
-
-
-def marked_functions(module: ModuleType) -> list[MarkedFunction]:
-    """Functions of a modeling file that carry transformers' mark, found by the wrapper's code object."""
-    found = []
-    for attribute, function in vars(module).items():
-        code = getattr(function, "__code__", None)
-        if code is None or getattr(code, "co_qualname", "") != _MARK:
-            continue
-        cells = dict(zip(code.co_freevars, (c.cell_contents for c in function.__closure__ or ()), strict=True))
-        found.append(
-            MarkedFunction(
-                module=module,
-                attribute=attribute,
-                kernel=str(cells.get("func_name", attribute)),
-                package=str(cells.get("package", "")),
-                function=function,
-            )
-        )
-    return found
-
-
-def modeling_modules(model: nn.Module) -> list[ModuleType]:
-    """The Python modules in which the model's classes are defined."""
-    names = {type(module).__module__ for module in model.modules()}
-    return [sys.modules[name] for name in sorted(names) if name in sys.modules and not name.startswith("torch.")]
-
-
-LINEAR_ATTENTION_INPUTS = ({"query", "key", "value", "g", "beta"}, {"q", "k", "v", "g", "beta"})
-
-
-def is_linear_attention(function: Callable[..., Any]) -> bool:
-    """Whether a marked function takes q, k, v, a decay and a beta over a whole sequence."""
-    names = set(inspect.signature(function).parameters)
-    return any(wanted <= names for wanted in LINEAR_ATTENTION_INPUTS)
-
-
-def linear_attention_arguments(function: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any]:
-    """A call's arguments under the names q, k, v, g, beta and the function's own for the rest."""
-    signature = inspect.signature(function)
-    given = signature.bind_partial(*args, **{k: v for k, v in kwargs.items() if k in signature.parameters})
-    short = {"query": "q", "key": "k", "value": "v"}
-    return {short.get(name, name): value for name, value in given.arguments.items()}
 
 
 def linear_attention_leaf(sink: Any, marked: MarkedFunction) -> Callable[..., Any]:
@@ -260,7 +206,7 @@ def linear_attention_leaf(sink: Any, marked: MarkedFunction) -> Callable[..., An
         def make() -> tuple[torch.Tensor, torch.Tensor]:
             return torch.empty_like(v), v.new_empty(b, hv, dk, dv, dtype=torch.float32)
 
-        out, final = Leaf.apply(sink, call, make, q, k, v, g, beta)
+        out, final = run_leaf(sink, call, make, q, k, v, g, beta)
         return out, final if state else None
 
     return linear_attention

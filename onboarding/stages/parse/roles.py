@@ -9,7 +9,7 @@ from torch import nn
 
 from onboarding.stages.parse.leaves import LeafCall
 from onboarding.stages.parse.structure import Kind, Structure
-from onboarding.stages.parse.trace import Trace
+from onboarding.stages.parse.tracer import Trace
 
 EMBEDDING, HEAD, NORM, MIXER = "embedding", "head", "norm", "mixer"
 DENSE, EXPERTS, SHARED, ROUTER = "dense ffn", "routed experts", "shared experts", "router"
@@ -73,6 +73,7 @@ def _has_sequence_settings(module: nn.Module) -> bool:
 
 def _holds_experts(module: nn.Module, counts: set[int]) -> str | None:
     """Relative path of a list of equal feed-forwards, or of stacked expert weights, inside a module."""
+    name: str
     for name, child in module.named_modules():
         if (
             isinstance(child, nn.ModuleList)
@@ -232,7 +233,7 @@ class ModelRoles:
             path = path.rpartition(".")[0]
 
 
-def find_roles(model: nn.Module, structure: Structure, trace: Trace) -> ModelRoles:
+def find_roles(model: Any, structure: Structure, trace: Trace) -> ModelRoles:
     """Roles of every module."""
     outside: dict[str, str] = {}
     embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None

@@ -18,7 +18,8 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from onboarding.stages.parse.cost import tensors_of
-from onboarding.stages.parse.leaves import Leaf, LeafCall, MarkedFunction
+from onboarding.stages.parse.leaves import LeafCall, run_leaf
+from onboarding.stages.parse.marked import MarkedFunction
 
 PROBE_LENGTHS = (16, 32)
 
@@ -158,7 +159,7 @@ class ScanLeaves:
             def make() -> tuple[torch.Tensor, ...]:
                 return tuple(inputs[0].new_empty(s[0], dtype=s[1]) for s in shapes if s is not None)
 
-            made = iter(Leaf.apply(self.tracer, call, make, *inputs))
+            made = iter(run_leaf(self.tracer, call, make, *inputs))
             return tree_unflatten([None if s is None else next(made) for s in shapes], structure)
 
         return scan

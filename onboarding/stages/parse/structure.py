@@ -78,7 +78,7 @@ def _position_names(layers: nn.ModuleList) -> set[str]:
     return (names or set()) | {"layer_idx"}
 
 
-def find_layers(model: nn.Module, config: Any) -> tuple[str, nn.ModuleList]:
+def find_layers(model: Any, config: Any) -> tuple[str, nn.ModuleList]:
     """The decoder's list of layers: as long as the configuration says, in the text part, holding most parameters.
 
     Raises:
@@ -100,7 +100,7 @@ def find_layers(model: nn.Module, config: Any) -> tuple[str, nn.ModuleList]:
     return best[1], best[2]
 
 
-def find_structure(model: nn.Module, config: Any) -> Structure:
+def find_structure(model: Any, config: Any) -> Structure:
     """Find the decoder layers and group them by kind, in order of first appearance.
 
     Raises:

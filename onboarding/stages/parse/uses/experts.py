@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from kernel_templates.moe.spec import Spec
 from torch import nn
 
+from kernel_templates.moe.spec import Spec
 from onboarding.stages.parse.leaves import LeafCall
 from onboarding.stages.parse.uses.gates import joined, probe_gate, small_sizes
 from onboarding.stages.parse.uses.instance import small_instance, with_eager_experts

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from kernel_templates.gated_activation.spec import Spec
 from torch import nn
 from torch.nn import functional as F
 
+from kernel_templates.gated_activation.spec import Spec
 from onboarding.stages.parse.uses.instance import small_instance
 from onboarding.stages.parse.uses.proof import same_function
 

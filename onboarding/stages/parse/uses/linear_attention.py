@@ -5,11 +5,12 @@ from __future__ import annotations
 import inspect
 
 import torch
-from kernel_templates.linear_attention.spec import Spec
 from torch.nn import functional as F
 
+from kernel_templates.linear_attention.spec import Spec
 from onboarding.stages.parse.build import quiet
-from onboarding.stages.parse.leaves import LeafCall, MarkedFunction
+from onboarding.stages.parse.leaves import LeafCall
+from onboarding.stages.parse.marked import MarkedFunction
 from onboarding.stages.parse.uses.proof import FP32_RECURRENCE, same_function
 
 
@@ -35,7 +36,7 @@ def prove_linear_attention(call: LeafCall, dtype: str) -> Spec | None:
 
 
 def _proven(marked: MarkedFunction, spec: Spec) -> bool:
-    """Two sequences, a length that is no multiple of the chunk, an initial state, more value than key heads if the model has."""
+    """Two sequences, a length that is no multiple of the chunk, an initial state."""
     generator = torch.Generator().manual_seed(17)
     b, t, hk, dk, dv = 2, 150, 2, 16, 24
     hv = hk * (spec.value_heads // spec.key_heads)

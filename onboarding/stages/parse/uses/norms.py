@@ -5,9 +5,9 @@ from __future__ import annotations
 from itertools import product
 
 import torch
-from kernel_templates.norm.spec import Spec
 from torch import nn
 
+from kernel_templates.norm.spec import Spec
 from onboarding.stages.parse.roles import epsilon_of
 from onboarding.stages.parse.uses.instance import small_instance
 from onboarding.stages.parse.uses.proof import same_function

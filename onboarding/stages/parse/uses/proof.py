@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import torch
+
 from kernel_templates.registry import family_module
 from kernel_templates.spec import OperatorSpec
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from kernel_templates.spec import OperatorSpec
 from torch import nn
 
+from kernel_templates.spec import OperatorSpec
 from onboarding.architecture import Binding, Hook, OperatorUse
 from onboarding.stages.parse.leaves import LeafCall
 from onboarding.stages.parse.roles import AUDIO, DENSE, EXPERTS, NORM, RESIDUAL, SHARED, VISION, ModelRoles, epsilon_of
 from onboarding.stages.parse.structure import Structure
-from onboarding.stages.parse.trace import ModuleCall, Trace
+from onboarding.stages.parse.tracer import ModuleCall, Trace
 from onboarding.stages.parse.uses.experts import ATTRIBUTES, BIASES, prove_experts
 from onboarding.stages.parse.uses.gates import GatedMlp, prove_gated_mlp
 from onboarding.stages.parse.uses.linear_attention import prove_linear_attention
@@ -114,7 +114,7 @@ class Proposer:
         dtype = _DTYPES.get(str(next(p.dtype for p in module.parameters())), "bfloat16")
         call = ModuleCall(path=path, shapes=leaf.shapes, dtype=dtype)
         if leaf.kind == "experts":
-            key = (type(module), leaf.shapes, leaf.facts["top_k"])
+            key: Any = (type(module), leaf.shapes, leaf.facts["top_k"])
             spec = self._once(key, lambda: prove_experts(module, leaf, dtype))
             if spec is None:
                 self._unproven(module, "routed experts")
@@ -200,8 +200,8 @@ def _rows(spec: OperatorSpec, call: ModuleCall) -> int:
     """How many rows ("tokens" of the spec) one call has."""
     shape = call.shapes[0]
     if spec.family == "linear_attention":
-        return shape[0] * shape[1]
-    rows = 1
+        return int(shape[0] * shape[1])
+    rows: int = 1
     for size in shape[:-1]:
         rows *= size
     return rows

@@ -1,0 +1,205 @@
+"""The dispatch mode that records every operator with the module that it belongs to."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from onboarding.stages.parse.cost import is_free, is_matmul, operator_cost, tensors_of
+from onboarding.stages.parse.leaves import LeafCall
+
+Phase = Literal["forward", "backward"]
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operation:
+    """One operator that ran."""
+
+    name: str
+    shapes: tuple[tuple[int, ...], ...]
+    path: str
+    """Name of the innermost module."""
+    phase: Phase
+    flops: float
+    bytes_moved: float
+    matmul: bool
+    leaf: LeafCall | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModuleCall:
+    """One call of a module, with the shapes of its tensor arguments."""
+
+    path: str
+    shapes: tuple[tuple[int, ...], ...]
+    dtype: str
+
+
+@dataclass(kw_only=True)
+class Trace:
+    """What one training step of the traced layers does."""
+
+    operations: list[Operation] = field(default_factory=list)
+    calls: list[ModuleCall] = field(default_factory=list)
+    marked: list[tuple[str, str]] = field(default_factory=list)
+    """(module path, library function) of marked functions that ran as they are."""
+    notes: list[str] = field(default_factory=list)
+    backward: bool = False
+
+
+class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records every operator with the module that it belongs to.
+
+    Backward operators find their module by the autograd sequence number: nodes made while a module ran carry the
+    numbers of that interval.
+    """
+
+    def __init__(self, names: dict[int, str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.trace = Trace()
+        self.phase: Phase = "forward"
+        self._names = names
+        self._stack: list[str] = [""]
+        self._mute = 0
+        self._marks: list[tuple[int, str]] = [(0, "")]
+
+    # ---- where we are ---------------------------------------------------------------------------------------
+
+    @contextmanager
+    def silent(self) -> Iterator[None]:
+        """Inside a leaf nothing is recorded."""
+        self._mute += 1
+        try:
+            yield
+        finally:
+            self._mute -= 1
+
+    @property
+    def path(self) -> str:
+        """Name of the module whose forward runs."""
+        return self._stack[-1]
+
+    @contextmanager
+    def under(self, path: str) -> Iterator[None]:
+        """Attribute what runs inside to a path of its own."""
+        self._stack.append(path)
+        self._mark()
+        try:
+            yield
+        finally:
+            self.leave()
+
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """A module's forward starts."""
+        path = self._names.get(id(module), self._stack[-1])
+        tensors = tensors_of((args, kwargs))
+        if tensors:
+            shapes = tuple(tuple(t.shape) for t in tensors)
+            self.trace.calls.append(ModuleCall(path=path, shapes=shapes, dtype=str(tensors[0].dtype)))
+        self._stack.append(path)
+        self._mark()
+
+    def leave(self) -> None:
+        """A module's forward ends."""
+        if len(self._stack) > 1:
+            self._stack.pop()
+        self._mark()
+
+    def _mark(self) -> None:
+        self._marks.append((torch.autograd._get_sequence_nr(), self._stack[-1]))  # type: ignore[attr-defined]
+
+    def _path(self) -> str:
+        if self.phase == "forward":
+            return self._stack[-1]
+        node = torch._C._current_autograd_node()
+        number = node._sequence_nr() if node is not None else -1
+        if not 0 <= number <= self._marks[-1][0]:
+            return self._last_backward  # gradient accumulation carries no number: it follows its operator
+        index = bisect.bisect_right(self._marks, number, key=lambda mark: mark[0]) - 1
+        self._last_backward = self._marks[max(index, 0)][1]
+        return self._last_backward
+
+    _last_backward = ""
+
+    # ---- what ran -------------------------------------------------------------------------------------------
+
+    def leaf(self, call: LeafCall, phase: Phase) -> None:
+        """Record a marked function's call."""
+        self.trace.operations.append(
+            Operation(
+                name=call.name,
+                shapes=call.shapes,
+                path=self._path(),
+                phase=phase,
+                flops=call.flops if phase == "forward" else call.backward_flops,
+                bytes_moved=call.bytes_moved if phase == "forward" else call.backward_bytes,
+                matmul=True,
+                leaf=call,
+            )
+        )
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = self._run(func, args, kwargs)
+        if not self._mute and not is_free(func):
+            flops, moved = operator_cost(func, args, kwargs, result)
+            self.trace.operations.append(
+                Operation(
+                    name=func._schema.name.partition("::")[2],
+                    shapes=tuple(tuple(t.shape) for t in tensors_of((args, kwargs))),
+                    path=self._path(),
+                    phase=self.phase,
+                    flops=flops,
+                    bytes_moved=moved,
+                    matmul=is_matmul(func),
+                )
+            )
+        return result
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator; where its result depends on data, take the full-size case."""
+        if func is aten.index.Tensor and any(_is_mask(i) for i in args[1] if i is not None):
+            args = (args[0], [_all_kept(i) for i in args[1]], *args[2:])
+        elif func is aten.nonzero.default:
+            source = args[0]
+            return source.new_zeros((source.numel(), source.dim()), dtype=torch.int64)
+        try:
+            return func(*args, **kwargs)
+        except DataDependentOutputException:
+            if func is not aten._local_scalar_dense.default:
+                raise
+            self.note("a branch depends on values of the data; the traced path takes them as true or one")
+            return True if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 1
+
+    def restart(self) -> None:
+        """Forget what a failed attempt recorded."""
+        self.trace.operations.clear()
+        self.trace.calls.clear()
+        self.trace.marked.clear()
+        del self._stack[1:]
+        self._mark()
+
+    def note(self, text: str) -> None:
+        """Keep a remark once."""
+        if text not in self.trace.notes:
+            self.trace.notes.append(text)
+
+
+def _is_mask(index: torch.Tensor) -> bool:
+    return index.dtype in (torch.bool, torch.uint8)
+
+
+def _all_kept(index: torch.Tensor | None) -> torch.Tensor | None:
+    """A mask that keeps everything, as positions."""
+    if index is None or not _is_mask(index):
+        return index
+    return index.new_zeros((index.numel(),), dtype=torch.int64)
