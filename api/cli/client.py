@@ -30,6 +30,12 @@ class Client:
         self.url = settings.base_url()
         self._http = httpx.Client(base_url=self.url, timeout=httpx.Timeout(30.0, connect=3.0), trust_env=False)
 
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._http.close()
+
     def alive(self) -> bool:
         """Whether a service answers."""
         try:

@@ -35,7 +35,8 @@ def remaining(stage: dict[str, Any]) -> str:
     fraction, elapsed = stage["fraction"], stage["elapsed_s"]
     if not fraction or not elapsed or fraction < 0.05 or fraction >= 1 or elapsed < 2:
         return ""
-    return f"about {duration(elapsed * (1 - fraction) / fraction)} left"
+    left = elapsed * (1 - fraction) / fraction
+    return f"about {left:.0f} s left" if left < 100 else f"about {duration(left)} left"
 
 
 def note(stage: dict[str, Any]) -> str:

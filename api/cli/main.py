@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -31,12 +32,16 @@ JobId = Annotated[str, typer.Argument(help="Id of a job; 'last' is your newest o
 Profile = Annotated[str, typer.Option(help="quick or standard: how much is judged and trained.")]
 
 
+opened = ExitStack()
+"""Connections of this command; closed by :func:`main`."""
+
+
 def connect() -> Client:
     """The client of the service in force."""
     from api.cli.client import Client
     from onboarding.settings import Settings
 
-    return Client(Settings())
+    return opened.enter_context(Client(Settings()))
 
 
 def resolve(client: Client, job: str) -> str:
@@ -60,7 +65,7 @@ def watch_until_end(client: Client, job_id: str) -> dict[str, Any]:
         raise typer.Exit(output.INTERRUPTED) from None
 
 
-def conclude(job: dict[str, Any]) -> None:
+def conclude(client: Client, job: dict[str, Any]) -> None:
     """Say how a job ended, and exit accordingly."""
     if job["state"] == "succeeded":
         return
@@ -70,7 +75,7 @@ def conclude(job: dict[str, Any]) -> None:
         output.tell(f"the job was {job['state']}")
     stage = (job["problem"] or {}).get("stage")
     if stage:
-        output.tell(f"evidence  {connect().url}{job['links']['page']}?stage={stage}")
+        output.tell(f"evidence  {client.url}{job['links']['page']}?stage={stage}")
     output.tell(f"go on     onboard retry {job['id']}")
     raise typer.Exit(output.FAILED)
 
@@ -112,14 +117,14 @@ def submit(
         output.tell(f"watch: onboard watch {job['id']}   or {client.url}{job['links']['page']}")
         return
     output.say(f"submitted {job['name']} as job {job['id']}  (POST /v1/jobs -> 202)\n")
-    conclude(watch_until_end(client, job["id"]))
+    conclude(client, watch_until_end(client, job["id"]))
 
 
 @app.command()
 def watch(job: JobId = "last") -> None:
     """Follow a job until it ends: one row a stage."""
     client = connect()
-    conclude(watch_until_end(client, resolve(client, job)))
+    conclude(client, watch_until_end(client, resolve(client, job)))
 
 
 @app.command()
@@ -156,7 +161,7 @@ def retry(job: JobId, watch: Annotated[bool, typer.Option("--watch", "-w")] = Fa
     answer = client.call("POST", f"/v1/jobs/{resolve(client, job)}/retry")
     output.say(f"{answer['id']} goes on")
     if watch:
-        conclude(watch_until_end(client, answer["id"]))
+        conclude(client, watch_until_end(client, answer["id"]))
 
 
 @app.command()
@@ -266,6 +271,8 @@ def main() -> None:
     except Exception as error:
         output.show_crash(error)
         sys.exit(output.FAILED)
+    finally:
+        opened.close()
 
 
 if __name__ == "__main__":

@@ -13,6 +13,9 @@ from onboarding.problem import Problem
 if TYPE_CHECKING:
     from rich.console import Console
 
+PIPE_WIDTH = 200
+"""Columns where there is no terminal to fit into."""
+
 OK, FAILED, USAGE, PARTIAL, UNREACHABLE, INTERRUPTED = 0, 1, 2, 3, 4, 130
 
 
@@ -21,7 +24,10 @@ def console(*, stderr: bool = False) -> Console:
     """The console for answers, or for messages."""
     from rich.console import Console
 
-    return Console(stderr=stderr, highlight=False, soft_wrap=True)
+    console = Console(stderr=stderr, highlight=False, soft_wrap=True)
+    if not console.is_terminal:
+        console.width = PIPE_WIDTH
+    return console
 
 
 def say(text: str = "") -> None:

@@ -10,8 +10,6 @@ import sys
 import time
 from pathlib import Path
 
-import typer
-
 from api.cli import output
 from api.cli.bundles import pull
 from api.cli.client import Client
@@ -84,10 +82,10 @@ def holds_lock(pid_file: Path) -> bool:
 
 def run_demo(to: Path, profile: str) -> None:
     """Service, job, bundle; ends with where everything is."""
-    from api.cli.main import conclude, watch_until_end
+    from api.cli.main import conclude, connect, watch_until_end
 
-    settings = Settings()
-    client = Client(settings)
+    client = connect()
+    settings = client.settings
     started = ensure_running(client, settings)
     how = "started" if started else "already running"
     output.say(f"onboard serve: {client.url}  ({how}; key in {settings.key_file}; stop it with: onboard stop)")
@@ -96,9 +94,7 @@ def run_demo(to: Path, profile: str) -> None:
     page = job["links"]["page"]
     output.say(f"dashboard: {client.sign_in_link(page)}\n")
     job = watch_until_end(client, job["id"])
-    conclude(job)
-    if job["state"] != "succeeded":
-        raise typer.Exit(output.FAILED)
+    conclude(client, job)
     folder = pull(client, job["id"], to, replace=True)
     output.say(f"\nbundle  {folder}      verify: onboard bundle verify {folder}")
     output.say(f"report  {folder / 'report.html'}      watch: {client.url}{page}")

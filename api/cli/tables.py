@@ -32,10 +32,11 @@ def plain(*columns: str, right: tuple[str, ...] = ()) -> Table:
 def jobs_table(jobs: list[dict[str, Any]]) -> Table:
     """Jobs, one a row."""
     table = plain("job", "model", "state", "profile", "elapsed", "submitted", right=("elapsed",))
-    table.columns[0].no_wrap = True  # an id is for copying
+    for column in table.columns:
+        column.no_wrap = column.header != "model"  # an id is for copying
     for job in jobs:
         word = STATE_WORDS.get(job["state"], job["state"])
-        when = job["created_at"][:16].replace("T", " ")
+        when = job["created_at"][5:16].replace("T", " ")
         cells = (job["id"], job["name"], "", job["profile"], duration(job["elapsed_s"]), when)
         texts = [Text(cell) for cell in cells]
         texts[2] = Text(word, style=STYLES.get(word, ""))
