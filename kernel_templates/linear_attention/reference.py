@@ -59,7 +59,7 @@ def rounded_reference(
     length = v.shape[1]
     count = -(-length // chunk)
     q, k, v = (_chunked(x, chunk) for x in (q, k, v))
-    g = torch.zeros_like(k) if g is None else _chunked(g.expand(*g.shape[:-1], k.shape[-1]), chunk)
+    g = torch.zeros_like(k) if g is None else _chunked(g.expand(*g.shape[:-1], k.shape[-1]), chunk).clamp_min(-104.0)
     past = g.flip(-2).cumsum(-2).flip(-2) - g
     per_row = spec.decay != "channel"
     if per_row:
@@ -182,9 +182,9 @@ def _chunked(x: Tensor, chunk: int) -> Tensor:
 
 def _per_row_grams(q: Tensor, k: Tensor, g: Tensor, mma_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """q k^T and k k^T strictly below the diagonal, times the decay between rows (the same in every channel)."""
-    decay = g[..., 0].cumsum(-1)
     mask = torch.ones(q.shape[-2], q.shape[-2], dtype=torch.bool, device=q.device).tril(-1)
-    between = (decay[..., :, None] - decay[..., None, :]).masked_fill(~mask, float("-inf")).exp()
+    steps = g[..., :1].expand(*g.shape[:-1], g.shape[-2]).masked_fill(~mask, 0.0)
+    between = steps.cumsum(-2).exp().masked_fill(~mask, 0.0)
     q, k = rounded(q, mma_dtype, torch.float32), rounded(k, mma_dtype, torch.float32)
     return q @ k.transpose(-1, -2) * between, k @ k.transpose(-1, -2) * between
 

@@ -95,6 +95,12 @@ def store_scalars(base, x_R1, tokens, stride, R: tl.constexpr):
 
 
 @triton.jit
+def cut(g):
+    """A log decay as far as fp32 can tell: below -104, e^g is 0, and larger numbers would blur their neighbours."""
+    return tl.maximum(g.to(tl.float32), -104.0)
+
+
+@triton.jit
 def row_sum(x_RW):
     """Sums of rows [R, 1]."""
     return tl.sum(x_RW, axis=1, keep_dims=True)
@@ -163,9 +169,14 @@ def lower_mask(i_R1, j_1R, SEGMENT: tl.constexpr):
 
 
 @triton.jit
-def pair_decay(through_i_R1, through_j_1R, mask_RR):
-    """e^(G_i - G_j) where ``mask`` holds and 0 elsewhere; G is the running log decay."""
-    return tl.where(mask_RR, tl.exp(tl.where(mask_RR, through_i_R1 - through_j_1R, 0.0)), 0.0)
+def pair_decay(g_R1, mask_RR):
+    """e^(g_{j+1} + ... + g_i) for the pairs j < i of ``mask``, 0 elsewhere.
+
+    A running sum for every j: the difference of two running sums from the chunk's start would lose the small decay
+    between two rows that a strong one precedes.
+    """
+    steps_RR = tl.where(mask_RR, g_R1, 0.0)
+    return tl.where(mask_RR, tl.exp(tl.cumsum(steps_RR, axis=0)), 0.0)
 
 
 @triton.jit
@@ -228,7 +239,7 @@ def prepare_kernel(
     if DECAY == "channel":
         at_TK, in_TK = tile_at(tokens, HV * K, 0, K, SPAN, KP)
         at_TK += token_head * K
-        g_TK = tl.load(g + at_TK, mask=in_TK, other=0.0).to(tl.float32)
+        g_TK = cut(tl.load(g + at_TK, mask=in_TK, other=0.0))
         through_TK, past_TK = segment_sums(g_TK, C, SPAN, KP)
         through_TK = tl.exp(through_TK)
         k_TK *= k_scale_T1
@@ -244,7 +255,7 @@ def prepare_kernel(
         through_T1 = tl.zeros([SPAN, 1], tl.float32)
         past_T1 = tl.zeros([SPAN, 1], tl.float32)
         if DECAY == "head":
-            g_T1 = load_scalars(g + token_head, 0, tokens, HV, SPAN)
+            g_T1 = cut(load_scalars(g + token_head, 0, tokens, HV, SPAN))
             through_T1, past_T1 = segment_sums_of_scalars(g_T1, C, SPAN)
             decay_M1 = tl.exp(row_sum(tl.reshape(g_T1, (SPAN // C, C))))
             tl.store(chunk_decay + chunk_head + part_M1 * HV, decay_M1, mask=part_M1 < left)
@@ -362,7 +373,7 @@ def gram_kernel(
         own0_R1 += row_sum(q0_RK * k0_RK)
         g0_RK = q0_RK
         if DECAY == "channel":
-            g0_RK = load_normed(g, g, 0, tokens, column, HV, K, False, R, BK)
+            g0_RK = cut(load_normed(g, g, 0, tokens, column, HV, K, False, R, BK))
         qk0_RR, kk0_RR = diagonal_grams(
             qk0_RR, kk0_RR, q0_RK, k0_RK, g0_RK, i_R1, j_1R, DECAY, DELTA, MMA, PRECISION, LEAF, LOG_LEAF, LOG_B, R, BK
         )
@@ -372,7 +383,7 @@ def gram_kernel(
             own1_R1 += row_sum(q1_RK * k1_RK)
             g1_RK = q1_RK
             if DECAY == "channel":
-                g1_RK = load_normed(g, g, R, tokens, column, HV, K, False, R, BK)
+                g1_RK = cut(load_normed(g, g, R, tokens, column, HV, K, False, R, BK))
             qk1_RR, kk1_RR = diagonal_grams(
                 qk1_RR, kk1_RR, q1_RK, k1_RK, g1_RK, i_R1, j_1R, DECAY, DELTA, MMA, PRECISION, LEAF, LOG_LEAF, LOG_B,
                 R, BK,
@@ -390,17 +401,17 @@ def gram_kernel(
 
     below_RR = lower_mask(i_R1, j_1R, C)
     if DECAY == "head":
-        g0_R1 = load_scalars(g + token_head, 0, tokens, HV, R)
-        through0_R1, past0_R1 = segment_sums_of_scalars(g0_R1, min(R, C), R)
-        between_RR = pair_decay(through0_R1, tl.trans(through0_R1), below_RR)
+        g0_R1 = cut(load_scalars(g + token_head, 0, tokens, HV, R))
+        between_RR = pair_decay(g0_R1, below_RR)
         qk0_RR *= between_RR
         kk0_RR *= between_RR
         if HALVES:
-            g1_R1 = load_scalars(g + token_head, R, tokens, HV, R)
-            through1_R1, _ = segment_sums_of_scalars(g1_R1, R, R)
-            between_RR = pair_decay(through1_R1, tl.trans(through1_R1), below_RR)
+            g1_R1 = cut(load_scalars(g + token_head, R, tokens, HV, R))
+            between_RR = pair_decay(g1_R1, below_RR)
             qk1_RR *= between_RR
             kk1_RR *= between_RR
+            _, past0_R1 = segment_sums_of_scalars(g0_R1, R, R)
+            through1_R1, _ = segment_sums_of_scalars(g1_R1, R, R)
             between_RR = tl.exp(through1_R1 + tl.trans(past0_R1))
             qk10_RR *= between_RR
             kk10_RR *= between_RR
@@ -657,9 +668,8 @@ def score_gradient_kernel(
     below_TT = lower_mask(i_T1, j_1T, C)
     factor_TT = tl.where(below_TT, 1.0, 0.0)
     if DECAY == "head":
-        g_T1 = load_scalars(g + token_head, 0, tokens, HV, SPAN)
-        through_T1, _ = segment_sums_of_scalars(g_T1, C, SPAN)
-        factor_TT = pair_decay(through_T1, tl.trans(through_T1), below_TT)
+        g_T1 = cut(load_scalars(g + token_head, 0, tokens, HV, SPAN))
+        factor_TT = pair_decay(g_T1, below_TT)
     store_scalars(own_grads + token_head, own_T1 * scale, tokens, HV, SPAN)
     store_matrix(grad_scores + token_head * C, dscore_TT * factor_TT * scale, tokens, 0, 0, HV, C, SPAN)
     k_dot_T1 = dv_v_T1
@@ -784,7 +794,7 @@ def gradient_kernel(
         if DECAY == "channel":
             at_TK, in_TK = tile_at(tokens, HV * K, column, K, SPAN, BK)
             at_TK += token_head * K
-            g_TK = tl.load(g + at_TK, mask=in_TK, other=0.0).to(tl.float32)
+            g_TK = cut(tl.load(g + at_TK, mask=in_TK, other=0.0))
             through_TK, past_TK = segment_sums(g_TK, C, SPAN, BK)
             through_TK = tl.exp(through_TK)
             dq_TK *= through_TK
@@ -792,7 +802,7 @@ def gradient_kernel(
             dk_end_TK *= tl.exp(past_TK)
             carried_TK *= through_TK
         if DECAY == "head":
-            g_T1 = load_scalars(g + token_head, 0, tokens, HV, SPAN)
+            g_T1 = cut(load_scalars(g + token_head, 0, tokens, HV, SPAN))
             through_T1, past_T1 = segment_sums_of_scalars(g_T1, C, SPAN)
             through_T1 = tl.exp(through_T1)
             dq_TK *= through_T1
