@@ -19,7 +19,7 @@ function throttled(action, delay) {
 const live = $("live");
 const ended = () => !["queued", "running"].includes($("title").dataset.state);
 
-if (live) {
+if (live && !ended()) {   // a job that has ended changes only by retry, which loads the page anew
   const refreshAll = throttled(() => htmx.trigger(live, "refresh-all"), RESULT_MS);
   const refreshProgress = throttled(() => htmx.trigger($("live-progress"), "refresh-progress"), PROGRESS_MS);
   const source = new EventSource(`${live.dataset.events}?after=${live.dataset.after}`);
