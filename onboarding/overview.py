@@ -118,5 +118,4 @@ def _summary(stage: Stage, steps: Sequence[TimedStep]) -> str:
         return next(iter(lines), "")
     counts = Counter(outcome_of(step) for step in steps)
     words = {"ok": stage.done_word}
-    named = {words.get(outcome, outcome): n for outcome, n in counts.items() if outcome}
-    return ", ".join(f"{n} {word}" for word, n in named.items())
+    return ", ".join(f"{n} {words.get(outcome, outcome)}" for outcome, n in counts.most_common() if outcome)

@@ -21,6 +21,11 @@ def config_home() -> Path:
     return (Path(base) if base else Path.home() / ".config") / "onboard"
 
 
+def default_workers() -> int:
+    """Two steps side by side where there are two cores, but one where there is a GPU: timings want it to themselves."""
+    return 1 if Path("/dev/nvidiactl").exists() else min(2, len(os.sched_getaffinity(0)))
+
+
 class Settings(BaseSettings):
     """Where things live and how much is allowed."""
 
@@ -54,8 +59,8 @@ class Settings(BaseSettings):
     """Size at which a step's log is capped."""
     stages_package: str = "onboarding.stages"
     """Python package that step processes import stages from; another one serves tests of the machinery."""
-    cpu_workers: int = 1
-    """Steps that one worker runs at the same time."""
+    cpu_workers: int = Field(default_factory=default_workers, ge=1)
+    """Steps that one worker runs at the same time; the cores are shared out among them."""
     unsafe_no_sandbox: bool = False
     """Run untrusted code without a sandbox. Never the default."""
 

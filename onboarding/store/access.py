@@ -59,11 +59,6 @@ class AccessStore(Database):
             session.execute(insert(API_KEY).values(**key.model_dump()))
         return key, secret
 
-    def has_keys(self) -> bool:
-        """Whether any key was ever made."""
-        with self.reading() as session:
-            return session.execute(select(API_KEY.c.id).limit(1)).first() is not None
-
     def authenticate(self, secret: str) -> ApiKey | None:
         """The key that belongs to a bearer secret, if it is known and has not expired."""
         digest = secret_digest(secret)
