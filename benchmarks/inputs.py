@@ -1,0 +1,66 @@
+"""Input tensors of a benchmark, as the peers' own benchmarks draw them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.registry import Benchmark
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def make(benchmark: Benchmark, device: torch.device, seed: int = 0) -> dict[str, Tensor | None]:
+    """Inputs by name; those that are not frozen require a gradient."""
+    generator = torch.Generator(device=device).manual_seed(seed)
+    dtype = DTYPES[benchmark.spec.dtype]
+
+    def normal(*shape: int, scale: float = 1.0, dtype: torch.dtype = dtype) -> Tensor:
+        return (torch.randn(shape, generator=generator, device=device) * scale).to(dtype)
+
+    draw = {"norm": _rows, "gated_activation": _rows, "moe": _experts, "linear_attention": _attention}
+    tensors = draw[benchmark.spec.family](benchmark, normal)
+    for role in benchmark.spec.inputs():
+        tensor = tensors.get(role.name)
+        if role.differentiable and role.name not in benchmark.frozen and tensor is not None:
+            tensor.requires_grad_()
+    return tensors
+
+
+def _rows(benchmark: Benchmark, normal: Any) -> dict[str, Tensor | None]:
+    spec: Any = benchmark.spec
+    width = spec.hidden if spec.family == "norm" else spec.width
+    shapes = {"weight": (width,), "gate_up": (benchmark.tokens, 2 * width)}
+    return {r.name: normal(*shapes.get(r.name, (benchmark.tokens, width))) for r in spec.inputs()}
+
+
+def _experts(benchmark: Benchmark, normal: Any) -> dict[str, Tensor | None]:
+    spec: Any = benchmark.spec
+    tokens, experts, hidden, width = benchmark.tokens, spec.experts, spec.hidden, spec.intermediate
+    # a bias by expert: some experts are a few times as popular as others
+    logits = normal(tokens, experts, dtype=torch.float32) + 0.5 * normal(experts, dtype=torch.float32)
+    scores, index = logits.softmax(-1).topk(spec.top_k, -1)
+    x = normal(tokens, hidden)
+    return {
+        "x": x,
+        "index": index,
+        "scores": scores.to(x.dtype),
+        "gate_up": normal(experts, 2 * width, hidden, scale=hidden**-0.5),
+        "down": normal(experts, hidden, width, scale=width**-0.5),
+    }
+
+
+def _attention(benchmark: Benchmark, normal: Any) -> dict[str, Tensor | None]:
+    spec: Any = benchmark.spec
+    tokens, heads = benchmark.tokens, spec.value_heads
+    channels = (spec.key_dim,) if spec.decay == "channel" else ()
+    tensors = {
+        "q": normal(1, tokens, spec.key_heads, spec.key_dim),
+        "k": normal(1, tokens, spec.key_heads, spec.key_dim),
+        "v": normal(1, tokens, heads, spec.value_dim),
+        "g": -torch.nn.functional.softplus(normal(1, tokens, heads, *channels, dtype=torch.float32)),
+    }
+    beta = torch.sigmoid(normal(1, tokens, heads, dtype=torch.float32)).to(tensors["v"].dtype)
+    return {**tensors, "beta": beta, "initial_state": None, "cu_seqlens": None}

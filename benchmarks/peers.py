@@ -1,0 +1,98 @@
+"""The peers: how others' kernels are called on a benchmark's inputs. Each import is the peer's own business.
+
+A peer that is not installed, or that refuses to run, is reported as such and holds up nobody else.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.registry import Benchmark
+
+Inputs = dict[str, Any]
+Call = Callable[[], Tensor]
+
+
+def _imported(module: str, name: str) -> Any:
+    """A name of a package that need not be installed."""
+    return getattr(importlib.import_module(module), name)
+
+
+def torch_rms_norm(benchmark: Benchmark, t: Inputs) -> Call:
+    """torch.nn.functional.rms_norm."""
+    spec: Any = benchmark.spec
+    return lambda: torch.nn.functional.rms_norm(t["x"], (spec.hidden,), t["weight"], spec.eps)
+
+
+def liger_rms_norm(benchmark: Benchmark, t: Inputs) -> Call:
+    """Liger's RMSNorm, not in place."""
+    function = _imported("liger_kernel.ops", "LigerRMSNormFunction")
+
+    spec: Any = benchmark.spec
+    return lambda: function.apply(t["x"], t["weight"], spec.eps, 0.0, "llama", False)
+
+
+def liger_swiglu(benchmark: Benchmark, t: Inputs) -> Call:
+    """Liger's silu(gate) * up."""
+    function = _imported("liger_kernel.ops", "LigerSiLUMulFunction")
+
+    return lambda: function.apply(t["gate"], t["up"])
+
+
+def fla_rms_norm_gated(benchmark: Benchmark, t: Inputs) -> Call:
+    """flash-linear-attention's gated norm."""
+    rms_norm_gated = _imported("fla.modules.fused_norm_gate", "rms_norm_gated")
+
+    spec: Any = benchmark.spec
+    return lambda: rms_norm_gated(t["x"], t["gate"], t["weight"], None, activation=spec.gate, eps=spec.eps)
+
+
+def transformers_grouped_mm(benchmark: Benchmark, t: Inputs) -> Call:
+    """transformers' grouped_mm experts on the same weights."""
+    from transformers.integrations import moe
+
+    module = SimpleNamespace(
+        num_experts=t["gate_up"].shape[0],
+        gate_up_proj=t["gate_up"],
+        down_proj=t["down"],
+        act_fn=torch.nn.functional.silu,
+        has_gate=True,
+        has_bias=False,
+        has_post_expert_norm=False,
+        is_transposed=False,
+        is_concatenated=True,
+        _is_expert_parallel=False,
+    )
+    module._apply_gate = lambda gate_up: moe._default_apply_gate(module, gate_up)
+    return lambda: moe.grouped_mm_experts_forward(module, t["x"], t["index"], t["scores"])
+
+
+def fla_kda(benchmark: Benchmark, t: Inputs) -> Call:
+    """flash-linear-attention's chunk_kda; tunes itself for about a minute on first use."""
+    chunk_kda = _imported("fla.ops.kda", "chunk_kda")
+
+    return lambda: chunk_kda(t["q"], t["k"], t["v"], t["g"], t["beta"], use_qk_l2norm_in_kernel=True)[0]
+
+
+def fla_gated_delta_rule(benchmark: Benchmark, t: Inputs) -> Call:
+    """flash-linear-attention's chunk_gated_delta_rule; refuses on Hopper with Triton 3.4 to 3.7.0."""
+    chunk_gated_delta_rule = _imported("fla.ops.gated_delta_rule", "chunk_gated_delta_rule")
+
+    return lambda: chunk_gated_delta_rule(t["q"], t["k"], t["v"], t["g"], t["beta"], use_qk_l2norm_in_kernel=True)[0]
+
+
+PEERS: dict[str, Callable[[Benchmark, Inputs], Call]] = {
+    "torch.rms_norm": torch_rms_norm,
+    "liger.rms_norm": liger_rms_norm,
+    "liger.swiglu": liger_swiglu,
+    "fla.rms_norm_gated": fla_rms_norm_gated,
+    "transformers.grouped_mm": transformers_grouped_mm,
+    "fla.kda": fla_kda,
+    "fla.gated_delta_rule": fla_gated_delta_rule,
+}

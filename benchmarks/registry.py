@@ -1,0 +1,146 @@
+"""What is measured: operators at published sizes, peers and floors; and one spec of every variant. Free of torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+from kernel_templates.gated_activation.spec import Spec as GatedActivation
+from kernel_templates.linear_attention.spec import Spec as LinearAttention
+from kernel_templates.moe.spec import Spec as Experts
+from kernel_templates.norm.spec import Spec as Norm
+from kernel_templates.spec import OperatorSpec
+
+COPY_BYTES_PER_S = 4.27e12
+"""Measured on one H200: bytes read and written by a large copy."""
+MATMUL_FLOPS = 685e12
+"""Measured on one H200: bf16 products of 8192 x 8192 matrices."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Benchmark:
+    """One operator at one size."""
+
+    name: str
+    spec: OperatorSpec
+    tokens: int
+    """Tokens; rows for norms and activations."""
+    frozen: tuple[str, ...] = ()
+    """Inputs that need no gradient."""
+    peers: tuple[str, ...] = ()
+    """Keys of ``benchmarks.peers.PEERS``."""
+    reduced: dict[str, Any] = field(default_factory=dict)
+    """Dims for the check of numerics, where fp64 at full size would not fit."""
+    reduced_tokens: int = 512
+    tiny: dict[str, Any] = field(default_factory=dict)
+    """Dims that the interpreter can run."""
+    tiny_tokens: int = 24
+
+    def floor_ms(self, backward: bool) -> float:
+        """Least time on one H200 for forward, or forward and backward; frozen weights spare half of backward's FLOP."""
+        forward = _bound_ms(self.spec.flops(self.tokens), self.spec.bytes_moved(self.tokens))
+        if not backward:
+            return forward
+        share = 0.5 if self.frozen else 1.0
+        flops, moved = self.spec.flops(self.tokens, True) * share, self.spec.bytes_moved(self.tokens, True) * share
+        return forward + _bound_ms(flops, moved)
+
+    def at(self, size: str) -> Benchmark:
+        """This benchmark at ``full``, ``reduced`` or ``tiny`` size."""
+        if size == "full":
+            return self
+        dims, tokens = (self.tiny, self.tiny_tokens) if size == "tiny" else (self.reduced, self.reduced_tokens)
+        return dataclasses.replace(self, spec=dataclasses.replace(self.spec, **dims), tokens=tokens)
+
+
+def _bound_ms(flops: float, moved: float) -> float:
+    return 1e3 * max(flops / MATMUL_FLOPS, moved / COPY_BYTES_PER_S)
+
+
+def _experts(name: str, tokens: int, experts: int, top_k: int, hidden: int, width: int, frozen: bool) -> Benchmark:
+    return Benchmark(
+        name=name + ("_frozen" if frozen else ""),
+        spec=Experts(experts=experts, top_k=top_k, hidden=hidden, intermediate=width),
+        tokens=tokens,
+        frozen=("gate_up", "down") if frozen else (),
+        peers=("transformers.grouped_mm",),
+        reduced={"experts": 8, "top_k": min(top_k, 4)},
+        tiny={"experts": 4, "top_k": 2, "hidden": 32, "intermediate": 16},
+    )
+
+
+def _attention(name: str, tokens: int, key_heads: int, decay: str, peer: str) -> Benchmark:
+    return Benchmark(
+        name=name,
+        spec=LinearAttention(key_heads=key_heads, value_heads=32, key_dim=128, value_dim=128, decay=decay),
+        tokens=tokens,
+        peers=(peer,),
+        reduced={"key_heads": 2 * key_heads // 32 or 1, "value_heads": 2},
+        tiny={"key_heads": 1, "value_heads": 2, "key_dim": 16, "value_dim": 16},
+        tiny_tokens=40,
+    )
+
+
+def _norm(name: str, rows: int, peers: tuple[str, ...], spec: Norm) -> Benchmark:
+    return Benchmark(name=name, spec=spec, tokens=rows, peers=peers, tiny={"hidden": 48})
+
+
+BENCHMARKS: tuple[Benchmark, ...] = (
+    _norm("norm_65536x2304", 65536, ("torch.rms_norm", "liger.rms_norm"), Norm(hidden=2304)),
+    _norm("norm_8192x4096", 8192, ("torch.rms_norm", "liger.rms_norm"), Norm(hidden=4096)),
+    _norm("gated_norm_262144x128", 262144, ("fla.rms_norm_gated",), Norm(hidden=128, gate="sigmoid")),
+    Benchmark(
+        name="swiglu_65536x2304",
+        spec=GatedActivation(width=2304),
+        tokens=65536,
+        peers=("liger.swiglu",),
+        tiny={"width": 48},
+    ),
+    _experts("experts_e256_k8_d2304_i1024_t8192", 8192, 256, 8, 2304, 1024, False),
+    _experts("experts_e256_k8_d2304_i1024_t8192", 8192, 256, 8, 2304, 1024, True),
+    _experts("experts_e128_k8_d2048_i768_t16384", 16384, 128, 8, 2048, 768, False),
+    _attention("gdn_t8192_h16_32", 8192, 16, "head", "fla.gated_delta_rule"),
+    _attention("gdn_t8192_h32", 8192, 32, "head", "fla.gated_delta_rule"),
+    _attention("kda_t8192_h32", 8192, 32, "channel", "fla.kda"),
+    _attention("kda_t32768_h32", 32768, 32, "channel", "fla.kda"),
+)
+"""In the order of running: cheap ones first, peers that tune themselves for a minute last."""
+
+GPT_OSS: dict[str, Any] = {"limit": 7.0, "alpha": 1.702, "up_offset": 1.0}
+
+VARIANTS: dict[str, OperatorSpec] = {
+    "norm": Norm(hidden=2304),
+    "norm, 1 + w": Norm(hidden=2048, offset=True),
+    "norm, unweighted": Norm(hidden=128, weighted=False),
+    "norm, sigmoid gate": Norm(hidden=128, gate="sigmoid"),
+    "norm, silu gate": Norm(hidden=128, gate="silu"),
+    "norm, fused add": Norm(hidden=4096, residual=True),
+    "silu gate": GatedActivation(width=9216),
+    "gelu gate, halves": GatedActivation(width=1024, activation="gelu", layout="concatenated"),
+    "gelu_tanh gate": GatedActivation(width=4096, activation="gelu_tanh"),
+    "relu2 gate": GatedActivation(width=1024, activation="relu2"),
+    "clamped gate, interleaved": GatedActivation(width=2880, layout="interleaved", **GPT_OSS),
+    "experts": Experts(experts=256, top_k=8, hidden=2304, intermediate=1024),
+    "experts, gelu, interleaved": Experts(
+        experts=64, top_k=4, hidden=1024, intermediate=512, activation="gelu", gate_up_layout="interleaved"
+    ),
+    "experts, gpt-oss": Experts(
+        experts=32,
+        top_k=4,
+        hidden=2880,
+        intermediate=2880,
+        bias=True,
+        transposed=True,
+        gate_up_layout="interleaved",
+        **GPT_OSS,
+    ),
+    "KDA": LinearAttention(key_heads=32, value_heads=32, key_dim=128, value_dim=128),
+    "KDA, normed outside": LinearAttention(key_heads=32, value_heads=32, key_dim=128, value_dim=128, qk_l2norm=False),
+    "gated delta rule": LinearAttention(key_heads=16, value_heads=32, key_dim=128, value_dim=128, decay="head"),
+    "delta rule": LinearAttention(key_heads=8, value_heads=8, key_dim=128, value_dim=128, decay="none"),
+    "gated linear attention": LinearAttention(
+        key_heads=8, value_heads=8, key_dim=128, value_dim=128, delta=False, qk_l2norm=False
+    ),
+}
+"""One spec of every variant that the families offer."""
