@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -136,8 +137,13 @@ def check_definition(source: dict[str, bytes] | Path | bytes) -> CheckedDefiniti
     )
 
 
+@cache
+def _examples() -> dict[str, dict[str, Any]]:
+    return {name: example_config(name) for name in example_names()}
+
+
 def _example_of(config: dict[str, Any]) -> str | None:
-    return next((name for name in example_names() if example_config(name) == config), None)
+    return next((name for name, example in _examples().items() if example == config), None)
 
 
 def find_definition(text: str) -> CheckedDefinition:

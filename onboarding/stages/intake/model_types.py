@@ -38,7 +38,8 @@ def _string_pairs(tree: ast.AST) -> dict[str, dict[str, str]]:
     tables: dict[str, dict[str, str]] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and isinstance(node.value, ast.Call):
-            name, values = node.targets[0].id, node.value.args
+            unpacked = [keyword.value for keyword in node.value.keywords if keyword.arg is None]
+            name, values = node.targets[0].id, [*node.value.args, *unpacked]
         elif (
             isinstance(node, ast.Call)
             and isinstance(node.func, ast.Attribute)

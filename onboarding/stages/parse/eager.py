@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from onboarding.architecture import OperatorUse
 from onboarding.stages.parse.build import quiet
@@ -57,29 +56,24 @@ def _fallback_cost(leaf: LeafCall, tokens: int) -> tuple[int, float, float]:
     facts = leaf.facts
     marked: Any = facts["marked"]
     tracer = Tracer({})
-    with quiet(), FakeTensorMode():
-        heads: dict[str, tuple[int, ...]] = {
-            "q": (facts["key_heads"], facts["key_dim"]),
-            "k": (facts["key_heads"], facts["key_dim"]),
-        }
-        heads |= {"v": (facts["value_heads"], facts["value_dim"]), "beta": (facts["value_heads"],)}
-        heads["g"] = (
-            (facts["value_heads"], facts["key_dim"]) if facts["decay"] == "channel" else (facts["value_heads"],)
-        )
-        dtypes = {name: getattr(torch, text.removeprefix("torch.")) for name, text in facts["dtypes"].items()}
-        given = {
-            name: torch.zeros(1, tokens, *heads[name], dtype=dtypes[name], requires_grad=True)
-            for name in ("q", "k", "v", "g", "beta")
-        }
-        named = {"q": "query", "k": "key", "v": "value"} if "query" in _names(marked.function) else {}
-        arguments = {named.get(name, name): tensor for name, tensor in given.items()}
-        with tracer:
-            o, _ = marked.function(**arguments, use_qk_l2norm_in_kernel=facts["qk_l2norm"])
-            tracer.phase = "backward"
-            o.float().sum().backward()
+    q, v = (facts["key_heads"], facts["key_dim"]), (facts["value_heads"], facts["value_dim"])
+    gate = (facts["value_heads"], facts["key_dim"]) if facts["decay"] == "channel" else (facts["value_heads"],)
+    heads = {"q": q, "k": q, "v": v, "g": gate, "beta": (facts["value_heads"],)}
+    # meta tensors: these functions read no values, and without a fake mode tracing costs a third
+    given = {
+        name: torch.empty(1, tokens, *rest, dtype=_dtype(facts["dtypes"][name]), device="meta", requires_grad=True)
+        for name, rest in heads.items()
+    }
+    named = {"q": "query", "k": "key", "v": "value"} if "query" in inspect.signature(marked.function).parameters else {}
+    arguments = {named.get(name, name): tensor for name, tensor in given.items()}
+    with quiet(), tracer:
+        o, _ = marked.function(**arguments, use_qk_l2norm_in_kernel=facts["qk_l2norm"])
+        tracer.phase = "backward"
+        o.float().sum().backward()
     operations = tracer.trace.operations
     return len(operations), sum(op.flops for op in operations), sum(op.bytes_moved for op in operations)
 
 
-def _names(function: Any) -> set[str]:
-    return set(inspect.signature(function).parameters)
+def _dtype(text: str) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, text.removeprefix("torch."))
+    return dtype

@@ -46,13 +46,15 @@ def probe_gate(function: GateFunction) -> GateFlags | None:
     g = torch.linspace(-3.0, 3.0, 25, dtype=torch.float64) + 0.0625
     one, zero = torch.ones_like(g), torch.zeros_like(g)
     try:
-        at_zero, at_one = function(g, zero), function(g, one)
+        at_zero, at_half, at_one = function(g, zero), function(g, one / 2), function(g, one)
         huge = function(torch.full_like(g, 1.0), torch.full_like(g, 1e6))
     except Exception:  # not a function of two tensors of this shape
         return None
     slope = at_one - at_zero
     if slope.shape != g.shape or not bool(torch.isfinite(slope).all()) or float(slope.abs().max()) == 0:
         return None
+    if float((at_half - at_zero - slope / 2).abs().max()) > 1e-5:
+        return None  # not linear in up
     strongest = int(slope.abs().argmax())
     offset = _rounded(float(at_zero[strongest] / slope[strongest]))
     at_gate_one = float((function(one, one) - function(one, zero))[0])

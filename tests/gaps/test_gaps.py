@@ -1,0 +1,87 @@
+"""Gap analysis on a parsed example: shares, floors, ranking, and the words that go with the numbers."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from onboarding.architecture import Architecture
+from onboarding.devices import DEVICES, find_device
+from onboarding.examples import example_config
+from onboarding.problem import Problem
+from onboarding.stages.gaps.analyse import FAST, analyse_gaps
+from onboarding.stages.parse.analyse import analyse
+
+TOKENS = 8192
+
+
+@cache
+def kimi() -> Architecture:
+    return analyse(example_config("kimi-linear"), tokens=TOKENS, name="kimi").architecture
+
+
+def test_shares_add_up_and_gaps_are_ranked_by_saving() -> None:
+    result = analyse_gaps(kimi(), find_device("h200"))
+    for share in ("share_time", "share_flops", "share_bytes"):
+        assert sum(getattr(row, share) for row in result.rows) == pytest.approx(1.0)
+    gaps = [row for row in result.rows if row.gap]
+    assert [row.digest for row in gaps] == result.gaps
+    assert sorted(gaps, key=lambda row: -row.saving_ms) == gaps
+    assert len(result.gaps) == len(set(result.gaps)) == 7
+    assert result.step_ms == pytest.approx(sum(row.provider_ms for row in result.rows))
+    assert "projection" in result.basis
+    assert "projection" in result.summary
+
+
+def test_every_operator_is_counted_once() -> None:
+    architecture = kimi()
+    result = analyse_gaps(architecture, find_device("h200"))
+    plain = sum(row.flops for row in architecture.graph if not row.use)
+    assert sum(row.flops for row in result.rows if not row.digest) == pytest.approx(plain)
+    assert {row.digest for row in result.rows if row.digest} == {use.digest for use in architecture.uses}
+
+
+def test_no_provider_beats_the_roofline_and_every_number_has_a_basis() -> None:
+    for key in DEVICES:
+        for row in analyse_gaps(kimi(), find_device(key)).rows:
+            assert row.provider_ms >= row.floor_ms * (1 - 1e-9)
+            assert "assumed" in row.basis or "measured" in row.basis
+            assert row.gap == (bool(row.digest) and row.floor_ms < FAST * row.provider_ms)
+
+
+def test_experts_take_the_measured_time_of_their_own_shape() -> None:
+    # transformers' grouped_mm, E 256 K 8 D 2304 I 1024 T 8192 on one H200: 10.53 ms forward and backward
+    row = next(r for r in analyse_gaps(kimi(), find_device("h200")).rows if r.family == "moe")
+    assert row.provider_ms / row.calls == pytest.approx(10.53, rel=0.02)
+
+
+def test_floors_are_closed_forms() -> None:
+    device = find_device("h200")
+    rows = {row.name: row for row in analyse_gaps(kimi(), device).rows}
+    norm = rows["RMSNorm 2304, bfloat16"]
+    # read x, write y; read dy and x, write dx: five passes over T x 2304 in two bytes, 55 norms
+    assert norm.floor_ms == pytest.approx(1e3 * 55 * 5 * TOKENS * 2304 * 2 / 4.27e12, rel=1e-2)
+    head = rows["matrix products of the head"]
+    assert head.floor_ms == pytest.approx(1e3 * 6 * TOKENS * 2304 * 163840 / 685e12, rel=1e-6)
+
+
+def test_the_linear_attention_fallback_is_by_far_the_largest_gap() -> None:
+    first = analyse_gaps(kimi(), find_device("h200")).rows[0]
+    assert first.family == "linear_attention"
+    # the fallback moves thousands of times the floor's bytes, which is why it does not fit a GPU either
+    assert first.provider_ms > 100 * first.floor_ms
+
+
+def test_a_faster_device_moves_the_floor() -> None:
+    floors = {
+        key: sum(r.floor_ms for r in analyse_gaps(kimi(), find_device(key)).rows) for key in ("a100", "h200", "b200")
+    }
+    assert floors["a100"] > floors["h200"] > floors["b200"]
+
+
+def test_an_unknown_target_is_a_problem() -> None:
+    assert find_device("MI 300X").key == "mi300x"
+    with pytest.raises(Problem) as caught:
+        find_device("tpu")
+    assert caught.value.kind == "unknown-target"

@@ -1,0 +1,26 @@
+"""Every model with a published total (slow): census within half a percent, forward and backward traced."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from onboarding.stages.parse.analyse import analyse
+
+MODELS = json.loads(Path(__file__).with_name("published_models.json").read_text())["models"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS, ids=[model["name"] for model in MODELS])
+def test_published_totals(model: dict[str, Any]) -> None:
+    config = {**model["config"], "model_type": model["model_type"], "architectures": [model["architecture"]]}
+    parsed = analyse(config, tokens=4096, name=model["name"])
+    census = parsed.architecture.census
+    assert sum(census.by_role.values()) == model["computed_total"]
+    assert census.total == pytest.approx(model["published_total"], rel=5e-3)
+    assert parsed.trace.backward
+    if model["published_active"]:
+        assert census.active < 1.45 * model["published_active"]
