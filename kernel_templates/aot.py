@@ -1,0 +1,221 @@
+"""Ahead-of-time compilation of a candidate's kernels for a GPU that need not be here.
+
+The candidate's host functions run once under ``FakeTensorMode`` at real sizes, with every kernel launch recorded
+instead of made; each recorded launch is then compiled with its own signature, constants and options, and the machine
+code's registers, spills and shared memory are read. That happens in a process of its own, because a process that
+interprets kernels cannot compile them::
+
+    compile_all([Job(source=path, tensors={"x": ((4096, 2304), "bfloat16"), ...}, config=config)])
+
+Host functions must not look at values; the launch recorder serves anyone else who wants to know what would run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+TARGET_ARCH = 90
+"""Compute capability of H100 and H200."""
+
+TensorShapes = dict[str, tuple[tuple[int, ...], str] | None]
+"""Shape and dtype by name, e.g. ``{"x": ((4096, 2304), "bfloat16"), "cu_seqlens": None}``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What to compile: a candidate's file, the shapes it is called with, and the configuration."""
+
+    source: Path
+    tensors: TensorShapes
+    config: dict[str, Any]
+    label: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelReport:
+    """One compiled launch."""
+
+    kernel: str
+    label: str
+    phase: str
+    """``forward`` or ``backward``."""
+    grid: tuple[int, ...]
+    registers: int
+    """32-bit registers a thread; 255 is the limit."""
+    spill_bytes: int
+    """Bytes of local memory a thread."""
+    shared_bytes: int
+    """Shared memory a program, static and dynamic."""
+    num_warps: int
+    seconds: float
+    error: str = ""
+    """Why it does not compile; then the numbers are 0."""
+
+
+@dataclass
+class Launch:
+    """A recorded ``kernel[grid](*args, **kwargs)``."""
+
+    kernel: Any
+    grid: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+def compile_all(jobs: Sequence[Job], arch: int = TARGET_ARCH, timeout: float = 600.0) -> list[KernelReport]:
+    """Compile every kernel that the jobs launch, forward and backward; equal launches once.
+
+    Raises:
+        RuntimeError: the process failed; kernels that do not compile are reports with an ``error``.
+    """
+    request = {"arch": arch, "jobs": [{**asdict(job), "source": str(job.source)} for job in jobs]}
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(
+        filter(None, [str(Path(__file__).parents[1]), environment.get("PYTHONPATH", "")])
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "kernel_templates.aot"],
+        input=json.dumps(request),
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=timeout,
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(f"ahead-of-time compilation failed:\n{done.stderr[-4000:]}")
+    rows = json.loads(done.stdout.splitlines()[-1])
+    return [KernelReport(**{**row, "grid": tuple(row["grid"])}) for row in rows]
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[Launch]]:
+    """Record launches of compiled-mode kernels instead of making them."""
+    from triton.runtime.jit import JITFunction
+
+    launches: list[Launch] = []
+    stock = JITFunction.run
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        launches.append(Launch(self, grid, args, kwargs))
+
+    JITFunction.run = run
+    try:
+        yield launches
+    finally:
+        JITFunction.run = stock
+
+
+def record_launches(module: Any, tensors: TensorShapes, config: dict[str, Any]) -> dict[str, list[Launch]]:
+    """The launches of one forward and one backward with every gradient, by phase."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(), recorded() as launches:
+        given = {
+            name: None if entry is None else torch.empty(entry[0], dtype=getattr(torch, entry[1]))
+            for name, entry in tensors.items()
+        }
+        outputs, saved = module.forward(dict(given), config)
+        split = len(launches)
+        grads = {n: torch.empty_like(t) for n, t in outputs.items()}
+        needs = frozenset(
+            n for n, role in module.INPUTS.items() if "differentiable" in role and given.get(n) is not None
+        )
+        module.backward(dict(given), saved, grads, needs, config)
+    return {"forward": launches[:split], "backward": launches[split:]}
+
+
+def compile_launch(launch: Launch, arch: int) -> Any:
+    """Triton's compiled kernel for a recorded launch, for ``sm_<arch>``."""
+    import torch
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile, make_backend
+    from triton.runtime.jit import MockTensor, create_function_from_signature
+
+    def mock(value: Any) -> Any:
+        return MockTensor(value.dtype, list(value.shape)) if isinstance(value, torch.Tensor) else value
+
+    kernel = launch.kernel
+    target = GPUTarget("cuda", arch, 32)
+    backend = make_backend(target)
+    args = tuple(map(mock, launch.args))
+    kwargs = {k: mock(v) for k, v in launch.kwargs.items()} | {"debug": False, "instrumentation_mode": ""}
+    binder = create_function_from_signature(kernel.signature, kernel.params, backend)
+    bound, specialization, options = binder(*args, **kwargs)
+    options, signature, constants, attributes = kernel._pack_args(backend, kwargs, bound, specialization, options)
+    return compile(ASTSource(kernel, signature, constants, attributes), target=target, options=options.__dict__)
+
+
+def resources(compiled: Any) -> tuple[int, int]:
+    """Registers and local bytes a thread, as the machine code states them."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    found = {k: int(v) for k, v in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text)}
+    return found["REG"], max(found.get("STACK", 0), found.get("LOCAL", 0))
+
+
+def _compile_jobs(request: dict[str, Any]) -> list[KernelReport]:
+    from kernel_templates.loading import load_module
+
+    reports: list[KernelReport] = []
+    seen: set[str] = set()
+    for job in request["jobs"]:
+        module = load_module(Path(job["source"]))
+        tensors = {n: None if t is None else (tuple(t[0]), t[1]) for n, t in job["tensors"].items()}
+        for phase, launches in record_launches(module, tensors, job["config"]).items():
+            for launch in launches:
+                started = time.perf_counter()
+                name = launch.kernel.fn.__name__
+                grid = tuple(int(g) for g in launch.grid)
+                facts = {"kernel": name, "label": job["label"], "phase": phase, "grid": grid}
+                try:
+                    compiled = compile_launch(launch, request["arch"])
+                    key = f"{name} {compiled.hash}"
+                    if key in seen:
+                        continue
+                    seen.add(key)
+                    registers, spill = resources(compiled)
+                    reports.append(
+                        KernelReport(
+                            **facts,
+                            registers=registers,
+                            spill_bytes=spill,
+                            shared_bytes=compiled.metadata.shared,
+                            num_warps=compiled.metadata.num_warps,
+                            seconds=time.perf_counter() - started,
+                        )
+                    )
+                except Exception as problem:
+                    reports.append(
+                        KernelReport(
+                            **facts,
+                            registers=0,
+                            spill_bytes=0,
+                            shared_bytes=0,
+                            num_warps=0,
+                            seconds=time.perf_counter() - started,
+                            error=f"{type(problem).__name__}: {problem}"[:2000],
+                        )
+                    )
+    return reports
+
+
+if __name__ == "__main__":
+    print(json.dumps([asdict(report) for report in _compile_jobs(json.load(sys.stdin))]))
