@@ -52,10 +52,13 @@ def activate(*, strict: bool | None = None) -> None:
     os.environ["TRITON_INTERPRET"] = "1"
     import triton.runtime.interpreter as stock
 
-    _interpret_standard_library(stock)
-    _patch_builder(stock)
-    _patch_reductions(stock)
-    _patch_execution(stock)
+    # every kernel package of a bundle carries a copy of this file: the first one patches for all
+    if not getattr(stock, "patched_by_onboard", False):
+        _interpret_standard_library(stock)
+        _patch_builder(stock)
+        _patch_reductions(stock)
+        _patch_execution(stock)
+        stock.patched_by_onboard = True
     _active = True
 
 

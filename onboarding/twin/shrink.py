@@ -16,6 +16,8 @@ VOCAB = 320
 FIRST_SPECIAL = 256
 HIDDEN = 64
 HEADS = 4
+LINEAR_HEADS = 2
+"""Value heads of linear attention: its heads are independent, and each one costs the interpreter time."""
 HEAD_DIM = 16
 """Smallest head dim: the K extent of one MMA instruction."""
 EXPERTS = 8
@@ -51,6 +53,7 @@ class Rule:
 
     tied: bool
     heads: float
+    linear_heads: float
     head_dims: float
     widths: float
     window: int
@@ -70,12 +73,14 @@ def rules_for(text: dict[str, Any], sequence_length: int) -> list[Rule]:
     main = int(text.get("num_attention_heads") or text.get("n_head") or (heads[0] if heads else 1) or 1)
     dims = [v for k, v in _ints(text) if HEAD_SIZE.search(k) and v > 0] or [max(hidden // main, 1)]
     experts = max([v for k, v in _ints(text) if EXPERT_COUNT.search(k)], default=EXPERTS)
+    linear = max([v for k, v in _ints(text) if k.startswith("linear_") and HEAD_COUNT.search(k)], default=1)
     window = 1 << max((sequence_length // 4).bit_length() - 1, 3)
 
     def rule(*, tied: bool, heads: float, head_dims: float, widths: float) -> Rule:
         return Rule(
             tied=tied,
             heads=heads,
+            linear_heads=heads if tied else max(linear / LINEAR_HEADS, 1.0),
             head_dims=head_dims,
             widths=widths,
             window=window,
@@ -107,7 +112,9 @@ def _ints(fields: dict[str, Any]) -> list[tuple[str, int]]:
 
 def _shrunk(key: str, value: Any, fields: dict[str, Any], rule: Rule, ids: dict[int, int]) -> Any:
     if isinstance(value, dict):
-        return {k: _shrunk(k, v, value, rule, ids) for k, v in value.items()}
+        # ``linear_attn_config: {num_heads: 32}`` speaks of linear attention's heads
+        prefix = "linear_" if key.startswith("linear_") else ""
+        return {k: _shrunk(prefix + k, v, value, rule, ids) for k, v in value.items()}
     if isinstance(value, list) and value and all(isinstance(v, (int, float)) for v in value):
         return _shrunk_list(key, value, fields, rule, ids)
     if isinstance(value, bool) or not isinstance(value, int):
@@ -151,7 +158,7 @@ def _size(key: str, value: int, fields: dict[str, Any], rule: Rule, ids: dict[in
     if KV_HEADS.search(key):
         return _kv_heads(value, fields, rule)
     if HEAD_COUNT.search(key) or key.endswith("n_groups"):
-        return max(1, round(value / rule.heads))
+        return max(1, round(value / (rule.linear_heads if key.startswith("linear_") else rule.heads)))
     if HEAD_SIZE.search(key):
         return min(value, max(HEAD_DIM if value >= HEAD_DIM else value, round(value / rule.head_dims)))
     if RANK.search(key):

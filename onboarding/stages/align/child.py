@@ -51,6 +51,7 @@ class Job(BaseModel):
     device: str
     seed: int
     batch: int
+    """Sequences of the layer comparison; training uses one, for time's sake."""
     sequence_length: int
     steps: int
     """Optimizer steps after the layer comparison; 0 for none."""
@@ -83,7 +84,7 @@ def execute(job: Job, run: Run, folder: Path) -> None:
         tensors = one_step(model, ids)
         save_file(tensors, folder / f"{run.name}.safetensors")
         _say(run.name, step=0, loss=0.0)
-        batches = byte_batches(paths, job.batch, job.sequence_length, job.seed + 1)
+        batches = byte_batches(paths, 1, job.sequence_length, job.seed + 1)
         losses = train(
             model,
             islice(batches, job.steps),
