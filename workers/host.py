@@ -24,7 +24,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+from onboarding.artifacts import ArtifactStore
 from onboarding.settings import Settings
+from onboarding.store import Store
 from workers.environment import STEP_MARK, clean_environment
 from workers.guard import PR_SET_PDEATHSIG, guard
 
@@ -67,6 +69,9 @@ def preload() -> None:
             importlib.import_module(name)
         except Exception:
             traceback.print_exc()
+    # Drivers are imported when a store is made; these two stores open nothing.
+    Store(settings.resolved_database_url()).close()
+    ArtifactStore(settings.resolved_artifacts_url())
     gc.collect()
     gc.freeze()  # the collector would otherwise touch, and so copy, every page it shares with the forks
 

@@ -43,4 +43,4 @@ def toy(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
             process.send_signal(signal.SIGKILL)
         process.wait()
     until(lambda: not toy.processes(), 5, "everything is gone")
-    opened.close()
+    toy.store.close()

@@ -107,24 +107,24 @@ def die_one_by_one(toy: Toy) -> None:
     until(lambda: not toy.processes(), GONE_S, "everything ends with the service")
 
 
-def test_stopping_gives_a_running_step_back_at_once(toy: Toy) -> None:
+def test_one_service_a_home_that_gives_running_steps_back_when_it_stops(toy: Toy) -> None:
+    """On a home whose path is too long for a socket."""
+    toy.move(toy.home / ("d" * 80) / ("e" * 80))
     toy.hold("intake")
     service = serve(toy)
+    assert not (toy.home / "broker.sock").exists()
+    second = subprocess.run(
+        [sys.executable, "-m", "workers.embedded"], env=toy.environment, capture_output=True, text=True, check=False
+    )
+    assert second.returncode == 1
+    assert second.stderr == f"onboard serve: onboard serve already runs on {toy.home} (process {service.pid})\n"
+
     job = toy.submit()
     reaches(toy, job, "intake")
     os.kill(service.pid, signal.SIGINT)
     until(lambda: not toy.processes(), GONE_S, "everything ends with the service")
     assert toy.step(job, "intake").state == "ready"
     assert toy.step(job, "intake").takeovers == 0
-
-
-def test_a_second_service_on_the_same_home_says_so(toy: Toy) -> None:
-    service = serve(toy)
-    second = subprocess.run(
-        [sys.executable, "-m", "workers.embedded"], env=toy.environment, capture_output=True, text=True, check=False
-    )
-    assert second.returncode == 1
-    assert second.stderr == f"onboard serve: onboard serve already runs on {toy.home} (process {service.pid})\n"
 
 
 def test_a_port_in_use_stops_the_start_with_the_reason(toy: Toy) -> None:
@@ -141,12 +141,3 @@ def test_a_port_in_use_stops_the_start_with_the_reason(toy: Toy) -> None:
     refusal = f"cannot listen on 127.0.0.1 port {port} (Address already in use); set ONBOARD_PORT"
     assert answer.stderr == f"onboard serve: {refusal}\n"
     until(lambda: not toy.processes(), GONE_S, "nothing is left")
-
-
-def test_a_home_with_a_long_path_gets_its_socket_elsewhere(toy: Toy) -> None:
-    deep = toy.home / ("d" * 80) / ("e" * 80)
-    toy.environment["ONBOARD_HOME"] = str(deep)
-    service = serve(toy)
-    assert not (deep / "broker.sock").exists()
-    service.send_signal(signal.SIGTERM)
-    until(lambda: not toy.processes(), GONE_S, "everything ends with the service")

@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 
 from onboarding.records import Job, Step
+from onboarding.settings import Settings
 from onboarding.store import Store
 
 TOY = """
@@ -75,13 +76,21 @@ class Toy:
 
     def start(self, *module: str) -> subprocess.Popen[bytes]:
         """Start ``python -m module ...`` on this home."""
-        log = (self.home.parent / "serve.log").open("ab")
+        log = (self.control.parent / "serve.log").open("ab")
         with log:
             process = subprocess.Popen(
                 [sys.executable, "-m", *module], env=self.environment, stdout=log, stderr=log, cwd=self.home
             )
         self.started.append(process)
         return process
+
+    def move(self, home: Path) -> None:
+        """Use another home."""
+        self.store.close()
+        self.home = home
+        self.environment["ONBOARD_HOME"] = str(home)
+        self.store = Store(Settings(home=home).resolved_database_url())
+        self.store.migrate()
 
     def submit(self) -> Job:
         """A new job; its hint is left to the sweeper."""
@@ -131,5 +140,5 @@ class Toy:
 
     def logs(self) -> str:
         """What the service has said, for failure messages."""
-        files = [self.home.parent / "serve.log", *sorted((self.home / "logs").glob("*.log"))]
+        files = [self.control.parent / "serve.log", *sorted((self.home / "logs").glob("*.log"))]
         return "\n".join(f"== {path.name}\n{path.read_text()[-3000:]}" for path in files if path.exists())
