@@ -26,7 +26,7 @@ from onboarding.sandbox.backends import (
 )
 from onboarding.sandbox.cgroups import Group
 from onboarding.sandbox.limits import Limits, Outcome
-from onboarding.sandbox.usage import describe_status, folder_bytes, tree_usage
+from onboarding.sandbox.usage import describe_status, folder_bytes, tree_seconds, tree_usage
 from onboarding.sandbox.view import View, build_view
 
 TAIL_BYTES = 16 * 1024
@@ -204,6 +204,10 @@ class Running:
             left = deadline - time.monotonic()
             reason = "time" if left <= 0 else self.watch(timeout_s=min(left, _TICK_S))[1]
         return self.close("" if reason == "exit" else reason)
+
+    def cpu_seconds(self) -> float:
+        """CPU time of the tree so far (of members that still live, or were waited for by one)."""
+        return tree_seconds(self.pid)
 
     def close(self, reason: str = "") -> Outcome:
         """End the whole tree now; ``reason`` is reported, or else read from the exit status."""

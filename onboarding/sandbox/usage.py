@@ -33,6 +33,18 @@ def folder_bytes(folder: Path, enough: int) -> int:
     return total
 
 
+def tree_seconds(pid: int) -> float:
+    """CPU seconds that a process and its living descendants have used."""
+    seconds = 0.0
+    with contextlib.suppress(psutil.Error):
+        root = psutil.Process(pid)
+        for process in [root, *root.children(recursive=True)]:
+            with contextlib.suppress(psutil.Error):
+                times = process.cpu_times()
+                seconds += times.user + times.system + times.children_user + times.children_system
+    return seconds
+
+
 def tree_usage(pid: int) -> tuple[int, int]:
     """Resident bytes and number of threads of a process and its descendants."""
     memory = threads = 0
