@@ -19,7 +19,10 @@ def test_published_totals(model: dict[str, Any]) -> None:
     config = {**model["config"], "model_type": model["model_type"], "architectures": [model["architecture"]]}
     parsed = analyse(config, tokens=4096, name=model["name"])
     census = parsed.architecture.census
-    assert sum(census.by_role.values()) == model["computed_total"]
+    built = sum(p.numel() for p in parsed.model.parameters())
+    assert built == model["computed_total"]
+    # LongCat-Flash's class allocates half of the matrices of experts that compute nothing; they are not counted
+    assert sum(census.by_role.values()) == built - (180388626432 if model["model_type"] == "longcat_flash" else 0)
     assert census.total == pytest.approx(model["published_total"], rel=5e-3)
     assert parsed.trace.backward
     if model["published_active"]:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from onboarding.architecture import Census
-from onboarding.stages.parse.roles import ROLES, LayerRoles, ModelRoles
+from onboarding.stages.parse.roles import EXPERTS, ROLES, LayerRoles, ModelRoles
 
 _MTP_FIELD = re.compile(r"(nextn|mtp).*(layers|modules)|(layers|modules).*(nextn|mtp)")
 
@@ -19,18 +19,29 @@ def top_k_share(layer: LayerRoles, config: Any, module: nn.Module) -> float:
     """The share of a layer's routed experts that one token uses."""
     if layer.experts_call is not None:
         facts = layer.experts_call.facts
-        return float(facts["top_k"] / facts["experts"])
+        return min(1.0, float(facts["top_k"] / facts["experts"]))
     names = ("num_experts_per_tok", "moe_topk", "moe_top_k", "top_k_experts", "num_selected_experts")
     used = next((v for n in names if isinstance(v := getattr(config, n, None), int)), None)
     count = len(module) if isinstance(module, nn.ModuleList) else next(p.shape[0] for p in module.parameters())
     return min(1.0, used / count) if used else 1.0
 
 
+def unused_parameters(layer: nn.Module, known: LayerRoles) -> int:
+    """Parameters of stacked experts that have only some of their matrices, and so can never run."""
+    unused = 0
+    for path in known.experts:
+        matrices = [p for p in layer.get_submodule(path).parameters(recurse=False) if p.dim() == 3]
+        whole = min((p.shape[0] for p in matrices), default=0)
+        unused += sum((p.shape[0] - whole) * (p.numel() // p.shape[0]) for p in matrices)
+    return unused
+
+
 def block_parameters(roles: ModelRoles, index: int) -> tuple[int, int]:
     """Parameters of one decoder layer: all, and those that one token uses."""
     layer, known = roles.structure.layers[index], roles.of_layer(index)
-    total = sum(p.numel() for p in layer.parameters())
-    routed = 0
+    unused = unused_parameters(layer, known)
+    total = sum(p.numel() for p in layer.parameters()) - unused
+    routed = -unused
     share = 1.0
     for path in known.experts:
         module = layer.get_submodule(path)
@@ -62,10 +73,9 @@ def multi_token_prediction(model: nn.Module, config: Any, roles: ModelRoles) -> 
     index = max(stateless, default=last)
     block = block_parameters(roles, index)[0]
     if dense:
-        layer = structure.layers[index]
-        block -= sum(
-            p.numel() for path in roles.of_layer(index).experts for p in layer.get_submodule(path).parameters()
-        )
+        layer, known = structure.layers[index], roles.of_layer(index)
+        experts = sum(p.numel() for path in known.experts for p in layer.get_submodule(path).parameters())
+        block -= experts - unused_parameters(layer, known)
     return {"multi-token prediction": count * (block + 2 * hidden * hidden + 3 * hidden)}
 
 
@@ -101,11 +111,12 @@ def count_parameters(model: nn.Module, config: Any, roles: ModelRoles) -> Census
     for name, parameter in model.named_parameters():
         by_role[roles.role(name.rpartition(".")[0])] += parameter.numel()
         fp32 += parameter.numel() if parameter.dtype == torch.float32 else 0
-    built = sum(by_role.values())
     idle = 0
-    for index in range(len(roles.structure.layers)):
+    for index, layer in enumerate(roles.structure.layers):
         total, active = block_parameters(roles, index)
         idle += total - active
+        by_role[EXPERTS] -= unused_parameters(layer, roles.of_layer(index))
+    built = sum(by_role.values())
     not_built = multi_token_prediction(model, config, roles)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
     return Census(

@@ -7,6 +7,7 @@ thousands of operators that no one would run. Each is one node forward and one b
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -147,8 +148,8 @@ def experts_leaf(sink: Any) -> Callable[..., Any]:
         tokens, k = top_k_index.shape[0], top_k_index.shape[-1]
         parameters = [p for p in module.parameters(recurse=False) if p.dim() >= 2]
         matrices = [p for p in parameters if p.dim() == 3]
-        count = max(p.shape[0] for p in parameters)
-        per_expert = sum(p.numel() for p in matrices) / count
+        count = min(p.shape[0] for p in matrices)
+        per_expert = sum(p.numel() // p.shape[0] for p in matrices)
         flops = 2.0 * tokens * k * per_expert
         hit = min(count, tokens * k)
         weights = hit * per_expert * matrices[0].element_size()
@@ -212,6 +213,29 @@ def linear_attention_leaf(sink: Any, marked: MarkedFunction) -> Callable[..., An
     return linear_attention
 
 
+def _own_experts(model: nn.Module) -> Iterator[nn.Module]:
+    """Stacked experts that loop on their own instead of asking the interface: called with tokens, indices, weights."""
+    for module in model.modules():
+        stacked = sum(p.dim() == 3 for p in module.parameters(recurse=False))
+        if stacked < 2 or hasattr(module, "is_concatenated"):
+            continue
+        names = list(inspect.signature(module.forward).parameters)
+        if len(names) == 3 and any("ind" in name or "expert" in name for name in names[1:]):
+            yield module
+
+
+def own_experts_leaf(module: nn.Module, experts: Callable[..., Any]) -> Callable[..., Any]:
+    """The experts leaf as the forward of one module; the integer tensor is the index, in whatever order it comes."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        hidden, *routing = (*args, *kwargs.values())
+        index = next(t for t in routing if not t.is_floating_point())
+        weights = next(t for t in routing if t.is_floating_point())
+        return experts(module, hidden, index, weights)
+
+    return forward
+
+
 Replace = Callable[[MarkedFunction], Callable[..., Any] | None]
 """What to put in the place of a marked function that is no linear attention; None leaves it as it is."""
 
@@ -223,6 +247,8 @@ def leaves_in_place(model: nn.Module, sink: Any, replace: Replace) -> Iterator[N
     with ExitStack() as stack:
         stack.enter_context(patch.object(AttentionInterface, "get_interface", lambda *_: attention))
         stack.enter_context(patch.object(ExpertsInterface, "get_interface", lambda *_: experts))
+        for stacked in _own_experts(model):
+            stack.enter_context(patch.object(stacked, "forward", own_experts_leaf(stacked, experts)))
         for module in modeling_modules(model):
             for marked in marked_functions(module):
                 if is_linear_attention(marked.function):
