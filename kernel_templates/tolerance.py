@@ -59,7 +59,7 @@ CAPS: dict[str, Cap] = {
 
 # caps of other dtypes follow bf16's by the ratio of their unit roundoffs; fp32 keeps room for exponentials, whose
 # argument error grows with the argument
-_CAP_SCALE = {torch.bfloat16: 1.0, torch.float16: 2.0**-3, torch.float32: 2.0**-8, torch.float64: 2.0**-30}
+_CAP_SCALE = {torch.bfloat16: 1.0, torch.float16: 2.0**-3, torch.float32: 2.0**-9, torch.float64: 2.0**-30}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,9 +134,7 @@ def compare(actual: Tensor, expected: Tensor) -> Comparison:
         flat = int((~finite).to(torch.uint8).argmax())
         error = math.inf
     index = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), expected.shape))
-    return Comparison(
-        error=error, worst_index=index, worst_actual=float(a[index]), worst_expected=float(b[index])
-    )
+    return Comparison(error=error, worst_index=index, worst_actual=float(a[index]), worst_expected=float(b[index]))
 
 
 def relative_rms(actual: Tensor, expected: Tensor) -> float:
