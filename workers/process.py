@@ -27,10 +27,12 @@ class StepHost:
 
     Args:
         environment: the environment of the host and of its steps.
+        module: the host's module.
     """
 
-    def __init__(self, environment: dict[str, str]) -> None:
+    def __init__(self, environment: dict[str, str], module: str = "workers.host") -> None:
         self.environment = environment
+        self.module = module
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._lock = threading.Lock()
@@ -89,7 +91,7 @@ class StepHost:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "workers.host", str(theirs.fileno()), str(os.getpid())],
+                [sys.executable, "-m", self.module, str(theirs.fileno()), str(os.getpid())],
                 pass_fds=(theirs.fileno(),),
                 env=self.environment,
                 stdin=subprocess.DEVNULL,

@@ -179,3 +179,26 @@ def test_a_dead_host_is_replaced(toy: Toy, settings: Settings, host: StepHost) -
     job, ready = supervise(toy, settings)
     assert [step.stage for step in ready] == ["parse"]
     assert toy.step(job, "intake").takeovers == 0
+
+
+GPU_HOST = """
+import sys
+from pathlib import Path
+from workers import host
+host.GPU_DEVICE = Path("/dev/null")  # as if there were one
+host.main(int(sys.argv[1]), int(sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_with_a_gpu_each_step_is_a_fresh_interpreter(
+    toy: Toy, settings: Settings, gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (toy.home.parent / "toys" / "gpu_host.py").write_text(GPU_HOST)
+    host = StepHost(toy.environment, "gpu_host" if gpu else "workers.host")
+    monkeypatch.setattr(supervisor, "host", lambda: host)
+    write_stage(toy, "def run(c):\n    return StageResult(summary=sys.modules['__main__'].__spec__.name)\n")
+    job, _ = supervise(toy, settings)
+    expected = "workers.step_main" if gpu else "workers.host"
+    assert (toy.store.load_result(job.id, "intake") or {})["summary"] == expected
+    host.close()
