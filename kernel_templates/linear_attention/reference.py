@@ -29,6 +29,8 @@ def reference(tensors: dict[str, Tensor | None], spec: Spec) -> dict[str, Tensor
         o [B, T, HV, V] and final_state [N, HV, K, V], both in the dtype of ``q``.
     """
     q, k, v, g, beta, state = _sequences(tensors, spec, _given(tensors, "q").dtype)
+    q_factor, k_factor = _factors(q, k, spec)
+    q, k = q * q_factor, k * k_factor
     outputs = []
     for t in range(q.shape[1]):
         if g is not None:
@@ -58,40 +60,42 @@ def rounded_reference(
     q, k, v, g, beta, state = _sequences(tensors, spec, torch.float32, mma_dtype)
     length = v.shape[1]
     count = -(-length // chunk)
-    q, k, v = (_chunked(x, chunk) for x in (q, k, v))
+    raw_q, raw_k, v = (_chunked(x, chunk) for x in (q, k, v))
+    q_factor, k_factor = _factors(raw_q, raw_k, spec)
+    q, k = raw_q * q_factor, raw_k * k_factor
     g = torch.zeros_like(k) if g is None else _chunked(g.expand(*g.shape[:-1], k.shape[-1]), chunk).clamp_min(-104.0)
-    past = g.flip(-2).cumsum(-2).flip(-2) - g
+    through, past = g.cumsum(-2), g.flip(-2).cumsum(-2).flip(-2) - g
     per_row = spec.decay != "channel"
     if per_row:
-        # the rows of the products are scaled in fp32, the operands are q and k themselves
-        q_decayed, k_decayed, k_ending = (rounded(x, mma_dtype, keep) for x in (q, k, k))
-        rise, end = g.cumsum(-2).exp()[..., :1], past.exp()[..., :1]
+        # q and k themselves are the operands; the rows of the products are scaled in fp32
+        q_decayed, k_decayed, k_ending = raw_q, raw_k, raw_k
+        rise, end = through.exp()[..., :1], past.exp()[..., :1] * k_factor
+        q_rise, k_rise = rise * q_factor, rise * k_factor
     else:
-        q_decayed = rounded(q * g.cumsum(-2).exp(), mma_dtype, keep)
-        k_decayed = rounded(k * g.cumsum(-2).exp(), mma_dtype, keep)
+        q_decayed = rounded(q * through.exp(), mma_dtype, keep)
+        k_decayed = rounded(k * through.exp(), mma_dtype, keep)
         k_ending = rounded(k * past.exp(), mma_dtype, keep)
-        rise = end = torch.ones_like(g[..., :1])
+        q_rise = k_rise = end = torch.ones_like(g[..., :1])
     qk, kk = (_per_row_grams if per_row else _channel_grams)(q, k, g, mma_dtype)
     own = torch.diag_embed((q * k).sum(-1))
     scores = rounded(qk, mma_dtype) + rounded(own, mma_dtype, keep)
     if beta is not None:
         beta = _chunked(beta[..., None], chunk)
-        lower = rounded(kk, keep, mma_dtype) * beta
-        identity = torch.eye(chunk, dtype=keep, device=q.device)
-        inverse = torch.linalg.solve_triangular(identity + lower, identity, upper=False, unitriangular=True)
-        solve = rounded(inverse * beta.transpose(-1, -2), mma_dtype, keep)
     outputs = []
     for c in range(count):
         narrow = rounded(state, mma_dtype, keep)
         new = v[:, :, c]
         if beta is not None:
-            known = rise[:, :, c] * (k_decayed[:, :, c] @ narrow)
-            new = solve[:, :, c] @ rounded(new - known, mma_dtype)
-        new = rounded(new, mma_dtype)
-        outputs.append(rise[:, :, c] * (q_decayed[:, :, c] @ narrow) + scores[:, :, c] @ new)
-        scaled = rounded(new * end[:, :, c], mma_dtype, keep) if per_row else new
-        step = rounded(k_ending[:, :, c].transpose(-1, -2) @ scaled, keep, mma_dtype)
-        state = state * g[:, :, c].sum(-2).exp()[..., None] + step
+            known = k_rise[:, :, c] * rounded(k_decayed[:, :, c] @ narrow, keep, mma_dtype)
+            seen = rounded(new - known, mma_dtype, keep)
+            new = _Solve.apply(kk[:, :, c], beta[:, :, c], seen, mma_dtype)  # type: ignore[no-untyped-call]
+        new = rounded(new, keep, mma_dtype)
+        ending = rounded(new * end[:, :, c], mma_dtype, keep)
+        new = rounded(new, mma_dtype, keep)
+        past_o = q_rise[:, :, c] * rounded(q_decayed[:, :, c] @ narrow, keep, mma_dtype)
+        outputs.append(past_o + scores[:, :, c] @ new)
+        step = rounded(k_ending[:, :, c].transpose(-1, -2) @ (ending if per_row else new), keep, mma_dtype)
+        state = _Carried.apply(state, g[:, :, c].sum(-2), mma_dtype) + step  # type: ignore[no-untyped-call]
     o = torch.cat(outputs, dim=2).transpose(1, 2)[:, :length] if outputs else v.flatten(2, 3).transpose(1, 2)
     return {"o": rounded(_unpacked(o, tensors), mma_dtype, keep), "final_state": state}
 
@@ -116,7 +120,7 @@ def _given(tensors: dict[str, Tensor | None], name: str) -> Tensor:
 def _sequences(
     tensors: dict[str, Tensor | None], spec: Spec, dtype: torch.dtype, gradient_dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor]:
-    """q (normed, scaled), k (normed), v, g [N, T, HV, K or 1], beta [N, T, HV] and the first state, all in ``dtype``.
+    """q, k, v, g [N, T, HV, K or 1], beta [N, T, HV] and the first state, all in ``dtype``.
 
     With ``gradient_dtype`` the gradients of q, k, v and beta are rounded as the kernels store them.
     """
@@ -127,9 +131,6 @@ def _sequences(
         q, k, v = (rounded(x, dtype, gradient_dtype) for x in (q, k, v))
         if beta is not None:
             beta = rounded(beta, dtype, gradient_dtype)
-    if spec.qk_l2norm:
-        q, k = (x / ((x * x).sum(-1, keepdim=True) + L2NORM_EPS).sqrt() for x in (q, k))
-    q = q * (spec.scale if spec.scale is not None else q.shape[-1] ** -0.5)
     heads, group = v.shape[2], v.shape[2] // q.shape[2]
     q, k = (x.repeat_interleave(group, dim=2) for x in (q, k))
     if g is not None and spec.decay == "head":
@@ -148,6 +149,15 @@ def _sequences(
         v = v + q.sum() + (0.0 if g is None else g.sum()) + (0.0 if beta is None else beta.sum())
         state = state + k.sum() + v.sum()
     return q, k, v, g, beta, state
+
+
+def _factors(q: Tensor, k: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
+    """What the rows of q and k [..., K] are multiplied with [..., 1]: the scale, and 1 / norm if there is one."""
+    scale = spec.scale if spec.scale is not None else q.shape[-1] ** -0.5
+    if not spec.qk_l2norm:
+        return torch.full_like(q[..., :1], scale), torch.ones_like(k[..., :1])
+    q_norm, k_norm = (((x * x).sum(-1, keepdim=True) + L2NORM_EPS).sqrt() for x in (q, k))
+    return scale / q_norm, 1.0 / k_norm
 
 
 def _padded(x: Tensor, cu_seqlens: Tensor) -> Tensor:
@@ -169,6 +179,86 @@ def _unpacked(o: Tensor, tensors: dict[str, Tensor | None]) -> Tensor:
     return torch.cat([o[n, :length] for n, length in enumerate(lengths)])[None]
 
 
+class _Solve(torch.autograd.Function):
+    """V' = (I + Diag(beta) L)^-1 Diag(beta) r of one chunk, with the backward that the kernels use.
+
+    dr = dv = M^T dV', dL = -stril(dv V'^T) and dbeta = rowsum(dv V') / beta^2, all from dv and V' as they are stored.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, lower: Tensor, beta: Tensor, r: Tensor, mma_dtype: torch.dtype) -> Tensor:
+        beta = torch.where(beta.abs() < _smallest_beta(mma_dtype), _smallest_beta(mma_dtype), beta)
+        identity = torch.eye(r.shape[-2], dtype=r.dtype, device=r.device)
+        inverse = torch.linalg.solve_triangular(identity + lower * beta, identity, upper=False, unitriangular=True)
+        solve = rounded(inverse * beta.transpose(-1, -2), mma_dtype)
+        new = solve @ r
+        ctx.save_for_backward(beta, solve, new)
+        ctx.mma_dtype = mma_dtype
+        return new
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        beta, solve, new = ctx.saved_tensors
+        dv = rounded(solve.transpose(-1, -2) @ grads[0], ctx.mma_dtype)
+        new = rounded(new, ctx.mma_dtype)
+        d_lower = rounded(-(dv @ new.transpose(-1, -2)).tril(-1), ctx.mma_dtype)
+        return d_lower, (dv * new).sum(-1, keepdim=True) / beta / beta, dv, None
+
+
+class _Carried(torch.autograd.Function):
+    """e^G S; the gradient of G is rowsum(S dS), of S and dS as they are stored."""
+
+    @staticmethod
+    def forward(ctx: Any, state: Tensor, log_decay: Tensor, mma_dtype: torch.dtype) -> Tensor:
+        carried = state * log_decay.exp()[..., None]
+        ctx.save_for_backward(state, log_decay)
+        ctx.mma_dtype = mma_dtype
+        return carried
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        state, log_decay = ctx.saved_tensors
+        decay = log_decay.exp()
+        stored = rounded(state, ctx.mma_dtype) * rounded(grads[0], ctx.mma_dtype)
+        return grads[0] * decay[..., None], decay * stored.sum(-1), None
+
+
+class _Decayed(torch.autograd.Function):
+    """x e^a as the operand of a product; the gradient of a is formed from the rounded operand, as in the kernels."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, a: Tensor, mma_dtype: torch.dtype) -> Tensor:
+        operand = rounded(x * a.exp(), mma_dtype)
+        ctx.save_for_backward(a, operand)
+        return operand
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        a, operand = ctx.saved_tensors
+        return grads[0] * a.exp(), grads[0] * operand, None
+
+
+class _Between(torch.autograd.Function):
+    """A gram times e^a, the decay between its rows; its gradient is rounded with the decay in it, and then used."""
+
+    @staticmethod
+    def forward(ctx: Any, gram: Tensor, a: Tensor, mask: Tensor, mma_dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(gram, a, mask)
+        ctx.mma_dtype = mma_dtype
+        return gram * torch.where(mask, a.exp(), 0.0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        gram, a, mask = ctx.saved_tensors
+        grad = rounded(grads[0] * torch.where(mask, a.exp(), 0.0), ctx.mma_dtype)
+        return grad, grad * gram, None, None
+
+
+def _smallest_beta(dtype: torch.dtype) -> float:
+    """What the kernels compute a beta of 0 as; see the template."""
+    return float(2.0**-13) if dtype == torch.float16 else 1e-15
+
+
 # ---- the chunked form ----------------------------------------------------------------------------------------------
 
 
@@ -183,10 +273,11 @@ def _chunked(x: Tensor, chunk: int) -> Tensor:
 def _per_row_grams(q: Tensor, k: Tensor, g: Tensor, mma_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """q k^T and k k^T strictly below the diagonal, times the decay between rows (the same in every channel)."""
     mask = torch.ones(q.shape[-2], q.shape[-2], dtype=torch.bool, device=q.device).tril(-1)
-    steps = g[..., :1].expand(*g.shape[:-1], g.shape[-2]).masked_fill(~mask, 0.0)
-    between = steps.cumsum(-2).exp().masked_fill(~mask, 0.0)
+    between = g[..., :1].expand(*g.shape[:-1], g.shape[-2]).masked_fill(~mask, 0.0).cumsum(-2)
     q, k = rounded(q, mma_dtype, torch.float32), rounded(k, mma_dtype, torch.float32)
-    return q @ k.transpose(-1, -2) * between, k @ k.transpose(-1, -2) * between
+    qk, kk = q @ k.transpose(-1, -2), k @ k.transpose(-1, -2)
+    apply = _Between.apply
+    return apply(qk, between, mask, mma_dtype), apply(kk, between, mask, mma_dtype)  # type: ignore[no-untyped-call]
 
 
 def _channel_grams(q: Tensor, k: Tensor, g: Tensor, mma_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -206,23 +297,24 @@ def _channel_grams(q: Tensor, k: Tensor, g: Tensor, mma_dtype: torch.dtype) -> t
         through = segments.cumsum(-2).flatten(-3, -2)
         past = (segments.flip(-2).cumsum(-2).flip(-2) - segments).flatten(-3, -2)
         upper = (i // half) % 2 == 1
-        factor = torch.where(upper[:, None], through, past).exp()
+        factor = torch.where(upper[:, None], through, past)
         mask = (i[:, None] // (2 * half) == i // (2 * half)) & upper[:, None] & ~upper
-        qk, kk = _add_grams(qk, kk, q * factor, k * factor, k * factor, mask, mma_dtype)
+        qk, kk = _add_grams(qk, kk, q, k, factor, factor, mask, mma_dtype)
         half //= 2
     if leaf > 1:
         segments = g.clamp_min(-160.0 / leaf).reshape(*g.shape[:-2], rows // leaf, leaf, g.shape[-1])
         through = segments.cumsum(-2)
         decay = (through - through[..., leaf // 2, None, :]).flatten(-3, -2)
         mask = (i[:, None] // leaf == i // leaf) & (i[:, None] > i)
-        qk, kk = _add_grams(qk, kk, q * decay.exp(), k * decay.exp(), k * (-decay).exp(), mask, mma_dtype)
+        qk, kk = _add_grams(qk, kk, q, k, decay, -decay, mask, mma_dtype)
     return qk, kk
 
 
 def _add_grams(
-    qk: Tensor, kk: Tensor, q: Tensor, k_near: Tensor, k_far: Tensor, mask: Tensor, mma_dtype: torch.dtype
+    qk: Tensor, kk: Tensor, q: Tensor, k: Tensor, rise: Tensor, fall: Tensor, mask: Tensor, mma_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Both grams with the products of these factors added where ``mask`` holds."""
-    q, k_near, k_far = (rounded(x, mma_dtype, torch.float32) for x in (q, k_near, k_far))
-    far = k_far.transpose(-1, -2)
-    return qk + (q @ far).masked_fill(~mask, 0.0), kk + (k_near @ far).masked_fill(~mask, 0.0)
+    """Both grams with the products added where ``mask`` holds, whose pairs decay by e^(rise_i + fall_j)."""
+    operand = _Decayed.apply
+    far = operand(k, fall, mma_dtype).transpose(-1, -2)  # type: ignore[no-untyped-call]
+    near_q, near_k = operand(q, rise, mma_dtype), operand(k, rise, mma_dtype)  # type: ignore[no-untyped-call]
+    return qk + (near_q @ far).masked_fill(~mask, 0.0), kk + (near_k @ far).masked_fill(~mask, 0.0)

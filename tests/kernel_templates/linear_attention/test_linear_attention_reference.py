@@ -101,9 +101,10 @@ def test_chunked_form_is_the_recurrence(decay, kind):
         tolerance.assert_close(f"grad {name}", a, b, 2e-5)
 
 
-def test_rounded_reference_cuts_blocks_as_the_template_does():
+def test_rounded_reference_has_the_constants_of_the_template():
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         assert reference.leaf_rows(dtype) == template.leaf_rows(dtype)
+        assert reference._smallest_beta(dtype) == template.smallest_beta(dtype)
 
 
 def test_no_tokens_still_have_gradients():
