@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from api.cli.live import STYLES
-from api.dashboard.formats import STATE_WORDS, count, duration, percent
+from api.dashboard.formats import STATE_WORDS, count, duration, milliseconds, percent
 
 KIND_STYLES = (
     "black on bright_cyan",
@@ -85,8 +85,8 @@ def gaps_table(gaps: dict[str, Any]) -> Table:
     table = plain("gap", "share", "now", "floor", "provider today", right=("share", "now", "floor"))
     rows = sorted((row for row in gaps["rows"] if row["gap"]), key=lambda row: -row["share_time"])
     for row in rows:
-        now, floor = f"{row['provider_ms']:.3g} ms", f"{row['floor_ms']:.3g} ms"
-        cells = (row["name"], percent(row["share_time"]), now, floor, row["provider"])
+        times = milliseconds(row["provider_ms"]), milliseconds(row["floor_ms"])
+        cells = (row["name"], percent(row["share_time"]), *times, row["provider"])
         table.add_row(*(Text(cell) for cell in cells))
     return table
 

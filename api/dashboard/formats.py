@@ -58,10 +58,20 @@ def duration(seconds: float | None) -> str:
     return f"{minutes // 60} h {minutes % 60:02d} m"
 
 
+def milliseconds(value: float) -> str:
+    """``3.78 s``, ``4.96 ms``, ``68.8 us``: a kernel's time, given in milliseconds."""
+    for scale, unit in ((1e3, "s"), (1.0, "ms"), (1e-3, "us")):
+        if value >= scale * 0.9995:
+            return f"{value / scale:.3g} {unit}"
+    return f"{value * 1e3:.2g} us"
+
+
 def percent(share: float | None) -> str:
     """A share of one as a percentage with sensible digits."""
     if share is None or not math.isfinite(share):
         return "n/a"
+    if 0 < share < 0.0005:
+        return "< 0.1 %"
     return f"{100 * share:.1f} %" if share < 0.0995 else f"{100 * share:.0f} %"
 
 

@@ -35,6 +35,7 @@ class Row:
 
     view: StageView
     bars: list[Bar]
+    lanes: int
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ def gantt(job: Job, steps: Sequence[Step], views: Sequence[StageView], now: date
                     title=f"{step.stage} {step.key[:8]} attempt {step.attempt}: {step.state}".replace("  ", " "),
                 )
             )
-        rows.append(Row(view, bars))
+        rows.append(Row(view, bars, lanes))
     step_s = tick_step(span)
     ticks = [(round(WIDTH * step_s * i / span, 1), step_s * i) for i in range(int(span / step_s) + 1)]
     return Gantt(rows, span, ticks)

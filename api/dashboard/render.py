@@ -53,6 +53,7 @@ def environment() -> Environment:
         formats.flops,
         formats.size,
         formats.duration,
+        formats.milliseconds,
         formats.percent,
         formats.scientific,
         formats.clock,

@@ -89,8 +89,8 @@ def log_of(services: Services, facts: JobFacts, stage: str, key: str | None) -> 
     words = {kernel.key: kernel.words for kernel in facts.kernels}
     keys = list(dict.fromkeys(step.key for step in steps))
     if key not in keys:
-        running = [step.key for step in steps if step.state == "running"]
-        key = (running or keys[-1:] or [""])[0]
+        telling = [step.key for state in ("running", "failed") for step in steps if step.state == state]
+        key = (telling or keys[-1:] or [""])[0]
     attempt = max((step.attempt for step in steps if step.key == key), default=1)
     path = log_path(services.settings, facts.job.id, stage, key, attempt)
     chunk = read_chunk(path, LOG_TAIL) if steps else LogChunk("", 0, 0)

@@ -58,10 +58,14 @@ def client(anonymous: TestClient, key: str) -> TestClient:
 
 
 @pytest.fixture
-def story(services: Services, key: str, settings: Settings) -> Callable[[str], Story]:
+def story(services: Services, key: str, settings: Settings) -> Callable[..., Story]:
     """Makes a job of the first key's owner."""
     owner = ensure_first_key(services.store, settings).owner
-    return lambda name="kimi-linear": Story(services.store, services.artifacts, settings, owner, name)
+
+    def make(name: str = "kimi-linear") -> Story:
+        return Story(services.store, services.artifacts, settings, owner, name)
+
+    return make
 
 
 @pytest.fixture

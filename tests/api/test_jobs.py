@@ -113,7 +113,7 @@ class TestIdempotency:
 
         monkeypatch.setattr(job_routes, "create", slow)
         answers: list[Any] = []
-        request = {"json": {"example": "llama-3.1-8b"}, "headers": headers}
+        request: dict[str, Any] = {"json": {"example": "llama-3.1-8b"}, "headers": headers}
         thread = threading.Thread(target=lambda: answers.append(client.post("/v1/jobs", **request)))
         thread.start()
         assert entered.wait(20)

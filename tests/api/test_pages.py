@@ -153,10 +153,11 @@ class TestGantt:
         """A moment after the start."""
         return self.START + timedelta(seconds=seconds)
 
-    def job(self, **fields: object) -> Job:
+    def job(self) -> Job:
         """A job that started at the start."""
-        times = {"created_at": self.START, "started_at": self.START}
-        return Job(id="j", name="n", model_type="m", owner="o", definition="d", options={}, **times, **fields)
+        job = Job(id="j", name="n", model_type="m", owner="o", definition="d", options={})
+        job.created_at = job.started_at = self.START
+        return job
 
     def step(self, stage: str, begin: float, end: float | None, key: str = "", attempt: int = 1) -> Step:
         """A step with its times."""
@@ -213,6 +214,11 @@ class TestGantt:
         (formats.duration, 7500, "2 h 05 m"),
         (formats.percent, 0.61, "61 %"),
         (formats.percent, 0.0041, "0.4 %"),
+        (formats.percent, 0.0001, "< 0.1 %"),
+        (formats.percent, 0.0, "0.0 %"),
+        (formats.milliseconds, 3780, "3.78 s"),
+        (formats.milliseconds, 4.96, "4.96 ms"),
+        (formats.milliseconds, 0.0688, "68.8 us"),
     ],
 )
 def test_formats(function: Callable[[float], str], value: float, shown: str) -> None:
