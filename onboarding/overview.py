@@ -8,7 +8,8 @@ from datetime import datetime
 from typing import Any, Literal, Protocol
 
 from onboarding.architecture import Record
-from onboarding.pipeline import FINAL_STEP_STATES, STAGES, Stage, StepState, StepView, outcome_of
+from onboarding.pipeline import FINAL_STEP_STATES, STAGES, Stage, StepState
+from onboarding.planner import StepView, outcome_of
 
 Progress = Mapping[tuple[str, str], Mapping[str, Any]]
 """(stage, key) -> data of its newest progress event: ``done``, ``total``, ``label``."""

@@ -8,7 +8,8 @@ from sqlalchemy import insert, select, update
 from sqlalchemy.orm import Session
 from ulid import ULID
 
-from onboarding.pipeline import FINAL_JOB_STATES, JobOptions, NewStep, plan
+from onboarding.pipeline import FINAL_JOB_STATES, JobOptions
+from onboarding.planner import NewStep, plan
 from onboarding.problem import Problem
 from onboarding.records import Job, Step, utcnow
 from onboarding.store.base import JOB, STEP, Database, NewEvent

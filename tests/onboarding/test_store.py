@@ -66,6 +66,8 @@ def test_a_job_runs_to_its_end_with_an_event_for_every_change(store: Store) -> N
     ended = store.get_job(job.id)
     assert ended is not None
     assert ended.state == "succeeded"
+    assert ended.started_at is not None
+    assert ended.finished_at is not None
     assert ended.created_at <= ended.started_at <= ended.finished_at
     assert ended.created_at.utcoffset() == timedelta(0)
     events = store.events_since(job.id)

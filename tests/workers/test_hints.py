@@ -53,8 +53,13 @@ def test_messages_are_json_and_each_queue_is_its_own(home: Path) -> None:
 
 def test_the_sweeper_sends_only_the_hints_that_are_lacking(sqlite: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     queue: list[int] = []
+
+    def keep(step_id: int, _queue: str) -> bool:
+        queue.append(step_id)
+        return True
+
     monkeypatch.setattr(sweeper, "waiting", lambda name: len(queue))
-    monkeypatch.setattr(sweeper, "send", lambda step_id, name: queue.append(step_id) or True)
+    monkeypatch.setattr(sweeper, "send", keep)
     monkeypatch.setattr(sweeper, "YOUNG_S", 0.0)
     for _ in range(3):
         new_job(sqlite)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import httpx
 import psutil
 import pytest
-from toy_service import Toy, until
+from toy_service import Toy, parent, until
 
 from onboarding.pipeline import STAGES
 from onboarding.records import Event, Job
@@ -47,6 +48,10 @@ class Watched:
             for e in self.read()
         )
 
+    def goes_on(self, before: int) -> bool:
+        """Whether more than so many steps have been started, or the job has ended."""
+        return self.running() > before or self.ended()
+
     def ended(self) -> bool:
         """Whether the job has come to its end."""
         return self.toy.state(self.job) in ("succeeded", "failed", "cancelled")
@@ -76,8 +81,29 @@ def submit(toy: Toy) -> Job:
 
 def step_processes(toy: Toy) -> list[psutil.Process]:
     """What the step host has below it: guards, steps, and what those started."""
-    hosts = [p for p in toy.processes() if "workers.host" in p.cmdline() and "workers.run" in p.parent().cmdline()]
+    hosts = [p for p in toy.processes() if "workers.host" in p.cmdline() and "workers.run" in parent(p).cmdline()]
     return [below for host in hosts for below in host.children(recursive=True)]
+
+
+def kill(toy: Toy, service: psutil.Process, victim: str) -> psutil.Process:
+    """Kill one process, check what must end with it, and return the service that runs then."""
+    tree = step_processes(toy)
+    match victim:
+        case "step":
+            for process in tree[1:2]:  # the first is its guard
+                process.kill()
+        case "worker":
+            toy.process("workers.run").kill()
+        case "broker":
+            toy.process("valkey-server").kill()
+        case "service":
+            service.kill()
+    if victim in ("worker", "service"):
+        until(lambda: not any(p.is_running() for p in tree), GONE_S, "the step ends with its worker")
+    if victim == "service":
+        until(lambda: not toy.processes(), GONE_S, "everything ends with the service")
+        return start(toy)
+    return service
 
 
 @pytest.mark.parametrize("victim", ["step", "worker", "broker", "service"])
@@ -86,27 +112,13 @@ def test_a_real_job_survives_a_death_in_every_stage(toy: Toy, victim: str) -> No
     service = start(toy)
     watched = Watched(toy, submit(toy))
     for stage in STAGES:
-        until(lambda stage=stage: watched.reached(stage.name), STAGE_S, f"{stage.name} starts")
+        until(partial(watched.reached, stage.name), STAGE_S, f"{stage.name} starts")
         if watched.ended():
             break
-        before, tree = watched.running(), step_processes(toy)
-        match victim:
-            case "step":
-                for process in tree[1:2]:  # the first is its guard
-                    process.kill()
-            case "worker":
-                toy.process("workers.run").kill()
-            case "broker":
-                toy.process("valkey-server").kill()
-            case "service":
-                service.kill()
-        if victim in ("worker", "service"):
-            until(lambda tree=tree: not any(p.is_running() for p in tree), GONE_S, "the step ends with its worker")
-        if victim == "service":
-            until(lambda: not toy.processes(), GONE_S, "everything ends with the service")
-            service = start(toy)
+        before = watched.running()
+        service = kill(toy, service, victim)
         killed = time.monotonic()
-        until(lambda before=before: watched.running() > before or watched.ended(), STAGE_S, "the job goes on")
+        until(partial(watched.goes_on, before), STAGE_S, "the job goes on")
         if victim != "broker":  # with the broker the step that ran goes on, and may take its time
             assert time.monotonic() - killed <= RESUME_S, f"{stage.name} resumed late"
 
@@ -115,6 +127,6 @@ def test_a_real_job_survives_a_death_in_every_stage(toy: Toy, victim: str) -> No
     finished = Counter((e.stage, e.key) for e in watched.read() if e.kind == "step" and e.data["state"] in FINISHED)
     assert set(finished.values()) == {1}, "every step has finished once"
     assert {step.attempt for step in toy.store.steps(watched.job.id)} == {1}
-    for (stage, key), _ in finished.items():
-        states = [e.data["state"] for e in watched.events if (e.kind, e.stage, e.key) == ("step", stage, key)]
+    for step in finished:
+        states = [e.data["state"] for e in watched.events if e.kind == "step" and (e.stage, e.key) == step]
         assert states[-1] in FINISHED, "nothing is run after it has finished"

@@ -9,7 +9,7 @@ import sys
 
 import psutil
 import pytest
-from toy_service import Toy, until
+from toy_service import Toy, parent, until
 
 from onboarding.records import Job
 
@@ -78,11 +78,11 @@ def die_one_by_one(toy: Toy) -> None:
     toy.release("gaps")
 
     reaches(toy, job, "tune-bb")
-    step_process(toy, "tune-bb").parent().parent().kill()  # the step host: the step goes on
+    parent(parent(step_process(toy, "tune-bb"))).kill()  # the step host: the step goes on
     toy.release("tune-bb")
 
     reaches(toy, job, "align")
-    step_process(toy, "align").parent().kill()  # its guard
+    parent(step_process(toy, "align")).kill()  # its guard
     reaches(toy, job, "align", 2)
     toy.release("align")
 

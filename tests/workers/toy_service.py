@@ -64,6 +64,13 @@ def free_port() -> int:
         return port
 
 
+def parent(process: psutil.Process) -> psutil.Process:
+    """The process that started another."""
+    found = process.parent()
+    assert found is not None
+    return found
+
+
 @dataclass
 class Toy:
     """A home whose steps come from the toy stages, and the processes started on it."""

@@ -8,7 +8,8 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onboarding.pipeline import FINAL_STEP_STATES, NewStep, Plan, plan
+from onboarding.pipeline import FINAL_STEP_STATES
+from onboarding.planner import NewStep, Plan, plan
 
 GAPS = ("aa", "bb")
 OPERATOR_STAGES = ("generate", "judge", "tune")
