@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import transformers
@@ -116,7 +117,7 @@ def build_model(config: Any, dtype: torch.dtype = torch.bfloat16) -> tuple[nn.Mo
         if getattr(part, "quantization_config", None) is not None:
             part.quantization_config = None
     try:
-        with quiet(), mode, no_init_weights():
+        with quiet(), mode, no_init_weights(), patch.object(nn.Module, "_apply", _apply_to_fakes):
             model = _construct(cls, config, dtype)
             model.tie_weights()
             _keep_fp32(model)
@@ -127,6 +128,19 @@ def build_model(config: Any, dtype: torch.dtype = torch.bfloat16) -> tuple[nn.Mo
             "model-not-built", f"{cls.__name__} cannot be built from this configuration", _first_line(error)
         ) from error
     return model, mode, notes
+
+
+def _apply_to_fakes(module: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
+    """``nn.Module._apply`` by replacement: the stock one swaps tensors in place, which fake tensors refuse."""
+    for child in module.children() if recurse else ():
+        _apply_to_fakes(child, fn)
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            module._parameters[name] = nn.Parameter(fn(parameter.data), requires_grad=parameter.requires_grad)
+    for name, buffer in module._buffers.items():
+        if buffer is not None:
+            module._buffers[name] = fn(buffer)
+    return module
 
 
 def _construct(cls: Any, config: Any, dtype: torch.dtype) -> Any:
