@@ -14,18 +14,21 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton
 import triton.backends.nvidia
+from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from kernel_templates.configs import choose, load
-from kernel_templates.moe import template
+from kernel_templates.moe import template as untyped
 from kernel_templates.moe.spec import Spec
 
+template: Any = untyped
 CONFIGS = Path(template.__file__).parent / "configs"
 CUOBJDUMP = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -34,17 +37,17 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 class Hopper:
     """What compilation asks of a driver."""
 
-    def get_current_target(self):
+    def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
 
-    def get_current_device(self):
+    def get_current_device(self) -> int:
         return 0
 
-    def get_current_stream(self, device):
+    def get_current_stream(self, device: int) -> int:
         return 0
 
 
-def resources(kernel):
+def resources(kernel: Any) -> dict[str, int]:
     """Registers and stack bytes (spills live there) of a compiled kernel."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
@@ -52,15 +55,16 @@ def resources(kernel):
         listing = subprocess.run(
             [CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True
         ).stdout
-    return {key: int(re.search(rf"{key}:(\d+)", listing).group(1)) for key in ("REG", "STACK")}
+    used = dict(re.findall(r"(REG|STACK):(\d+)", listing))
+    return {key: int(value) for key, value in used.items()}
 
 
-def compile_all(spec, case, needs):
+def compile_all(spec: Spec, case: list[int], needs: list[str]) -> None:
     """Forward and backward of one operator on meta tensors."""
     tokens, top_k, experts, hidden, intermediate = case
     dtype = DTYPES[spec.dtype]
 
-    def empty(*shape, dtype=dtype):
+    def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
     up, down = (2 * intermediate, hidden), (hidden, intermediate)
@@ -78,12 +82,12 @@ def compile_all(spec, case, needs):
     template.backward(tensors, saved, outputs, set(needs), spec, config)
 
 
-def main():
+def main() -> None:
     driver.set_active(Hopper())
-    found = {}
+    found: dict[str, Any] = {}
 
-    def compile_only(self, grid):
-        def launch(*args, **kwargs):
+    def compile_only(self: Any, grid: Any) -> Any:
+        def launch(*args: Any, **kwargs: Any) -> None:
             kernel = self.run(*args, grid=grid, warmup=True, **kwargs)
             found[kernel.hash] = kernel
 

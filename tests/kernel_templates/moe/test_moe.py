@@ -5,21 +5,29 @@ from __future__ import annotations
 import dataclasses
 import random
 import zlib
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from kernel_templates import tolerance
 from kernel_templates.bind import bind, bind_template
 from kernel_templates.case import Case
 from kernel_templates.configs import load
-from kernel_templates.moe import cases, reference, template, tuning
+from kernel_templates.moe import cases, reference, tuning
+from kernel_templates.moe import template as untyped
 from kernel_templates.moe.op import CONFIGS, op
 from kernel_templates.moe.spec import Spec
 
+template: Any = untyped
+Tensors = dict[str, Tensor]
+Run = Callable[[Tensors], Tensor]
+
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-GPT_OSS = {
+GPT_OSS: dict[str, Any] = {
     "limit": 2.0,
     "alpha": 1.702,
     "up_offset": 1.0,
@@ -27,7 +35,7 @@ GPT_OSS = {
     "transposed": True,
     "gate_up_layout": "interleaved",
 }
-FLAGS = {
+FLAGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "gpt_oss": GPT_OSS,
     "gelu": {"activation": "gelu", "gate_up_layout": "interleaved"},
@@ -45,27 +53,37 @@ SMALL_TILES = load(CONFIGS)["interpreter"][0].config | {
 }  # fmt: skip
 
 
-def _spec(**fields):
-    return Spec(**{"experts": 8, "top_k": 2, "hidden": 64, "intermediate": 32, "dtype": "float32"} | fields)
+def _spec(**fields: Any) -> Spec:
+    sizes: dict[str, Any] = {"experts": 8, "top_k": 2, "hidden": 64, "intermediate": 32, "dtype": "float32"}
+    return Spec(**sizes | fields)
 
 
-def _case(tokens, top_k, experts, hidden, intermediate, routing="uniform", fp32_scores=False):
+def _case(
+    tokens: int,
+    top_k: int,
+    experts: int,
+    hidden: int,
+    intermediate: int,
+    routing: str = "uniform",
+    fp32_scores: bool = False,
+) -> Case:
     dims = {"tokens": tokens, "top_k": top_k, "experts": experts, "hidden": hidden, "intermediate": intermediate}
     return Case(name="one", dims=dims, distribution=routing, options={"fp32_scores": fp32_scores})
 
 
-def _make(spec, case, seed=0):
+def _make(spec: Spec, case: Case, seed: int = 0) -> tuple[Tensors, Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    tensors = cases.make_tensors(spec, case, generator, DTYPES[spec.dtype], "cpu")
+    made = cases.make_tensors(spec, case, generator, DTYPES[spec.dtype], "cpu")
+    tensors = {n: t for n, t in made.items() if t is not None}
     dy = torch.randn(tensors["x"].shape, generator=generator).to(DTYPES[spec.dtype])
     return tensors, dy
 
 
-def _leaves(tensors, dtype=None):
+def _leaves(tensors: Tensors, dtype: torch.dtype | None = None) -> Tensors:
     return {n: t if n == "index" else t.detach().to(dtype or t.dtype).requires_grad_() for n, t in tensors.items()}
 
 
-def _run(function, leaves, dy):
+def _run(function: Run, leaves: Tensors, dy: Tensor) -> Tensors:
     """Output and gradients by name."""
     y = function(leaves)
     names = [n for n in leaves if n != "index"]
@@ -73,7 +91,7 @@ def _run(function, leaves, dy):
     return {"y": y.detach(), **dict(zip(names, grads, strict=True))}
 
 
-def _check(spec, tensors, dy, run):
+def _check(spec: Spec, tensors: Tensors, dy: Tensor, run: Run) -> Tensors:
     """``run`` against fp64 within the tolerance table; returns what it computed."""
     dtype = DTYPES[spec.dtype]
     exact = _run(lambda t: reference.reference(t, spec)["y"], _leaves(tensors, torch.float64), dy)
@@ -86,83 +104,88 @@ def _check(spec, tensors, dy, run):
     return found
 
 
-def _bound(spec, config):
+def _bound(spec: Spec, config: dict[str, Any]) -> Run:
     operator = bind(bind_template(template, spec), name="moe_test", choose_config=lambda bucket, device: config)
     return lambda leaves: operator(**leaves)[0]
 
 
+def _op(spec: Spec) -> Run:
+    """The family's op with its shipped configuration."""
+    return lambda leaves: op(spec)(**leaves)[0]
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("flags", FLAGS)
-def test_every_flag(flags, dtype):
+def test_every_flag(flags: str, dtype: str) -> None:
     spec = _spec(dtype=dtype, **FLAGS[flags])
     seed = zlib.crc32(f"{flags}{dtype}".encode())
-    # the first cases are the most telling; all of them where the flags are those of a published model
-    count = 8 if flags in ("plain", "gpt_oss") else 3
+    # the first cases are the most telling; more of them where most flags are on
+    count = 7 if flags == "gpt_oss" else 2
     for case in cases.cases(spec, random.Random(seed), count, "interpreted"):
         tensors, dy = _make(spec, case, seed)
-        _check(spec, tensors, dy, lambda leaves: op(spec)(**leaves)[0])
+        _check(spec, tensors, dy, _op(spec))
 
 
 @pytest.mark.parametrize("flags", ["plain", "gpt_oss", "clamped"])
-def test_many_small_tiles(flags):
+def test_many_small_tiles(flags: str) -> None:
     """Several tiles on every axis, and the epilogue in halves."""
     spec = _spec(**FLAGS[flags])
     tensors, dy = _make(spec, _case(23, 3, 4, 37, 41, "absent"))
     _check(spec, tensors, dy, _bound(spec, SMALL_TILES))
 
 
-def test_fp16_and_wide_scores():
+def test_fp16_and_wide_scores() -> None:
     spec = _spec(dtype="float16")
     tensors, dy = _make(spec, _case(31, 2, 4, 48, 24, "skewed", fp32_scores=True))
-    found = _check(spec, tensors, dy, lambda leaves: op(spec)(**leaves)[0])
+    found = _check(spec, tensors, dy, _op(spec))
     assert found["scores"].dtype == torch.float32
     assert found["y"].dtype == torch.float16
 
 
-def test_hidden_of_1025_and_width_of_60():
+def test_hidden_of_1025_and_width_of_60() -> None:
     spec = _spec(bias=True)
     tensors, dy = _make(spec, _case(9, 2, 2, 1025, 60))
-    _check(spec, tensors, dy, lambda leaves: op(spec)(**leaves)[0])
+    _check(spec, tensors, dy, _op(spec))
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 6])
-def test_slots_without_an_expert_add_nothing(tokens):
+def test_slots_without_an_expert_add_nothing(tokens: int) -> None:
     spec = _spec(bias=True)
     tensors, dy = _make(spec, _case(tokens, 3, 4, 32, 16))
     tensors["index"] = torch.tensor([-1, 4, 1 << 40]).expand(tokens, 3)
-    found = _run(lambda leaves: op(spec)(**leaves)[0], _leaves(tensors), dy)
+    found = _run(_op(spec), _leaves(tensors), dy)
     for name, value in found.items():
         assert torch.equal(value, torch.zeros_like(value)), name
 
 
-def test_an_absent_slot_equals_a_shorter_top_k():
+def test_an_absent_slot_equals_a_shorter_top_k() -> None:
     """Absent slots and what lies in their scores (NaN) change nothing, bitwise."""
     spec = _spec()
     tensors, dy = _make(spec, _case(20, 2, 4, 32, 16))
-    lonely = _run(lambda leaves: op(spec)(**leaves)[0], _leaves(tensors), dy)
+    lonely = _run(_op(spec), _leaves(tensors), dy)
     padded = dict(tensors)
     padded["index"] = torch.cat([tensors["index"], torch.full((20, 1), 4)], 1)
     padded["scores"] = torch.cat([tensors["scores"], torch.full((20, 1), torch.nan)], 1)
-    found = _run(lambda leaves: op(spec)(**leaves)[0], _leaves(padded), dy)
+    found = _run(_op(spec), _leaves(padded), dy)
     assert torch.equal(found["scores"][:, 2], torch.zeros(20))
     for name in ("y", "x", "gate_up", "down"):
         assert torch.equal(found[name], lonely[name]), name
 
 
-def test_an_expert_without_rows_gets_exact_zeros_beside_infinities():
+def test_an_expert_without_rows_gets_exact_zeros_beside_infinities() -> None:
     """A neighbour's infinity must not leak through a masked row as NaN."""
     spec = _spec(bias=True)
     tensors, dy = _make(spec, _case(12, 1, 4, 32, 16))
     tensors["index"] = torch.tensor([0, 2]).repeat(6)[:, None]
     tensors["x"][1::2] = torch.inf
-    found = _run(lambda leaves: op(spec)(**leaves)[0], _leaves(tensors), dy)
+    found = _run(_op(spec), _leaves(tensors), dy)
     assert found["y"][0::2].isfinite().all()
     for name in ("gate_up", "down", "gate_up_bias", "down_bias"):
         assert found[name][0].isfinite().all(), name
         assert torch.equal(found[name][1::2], torch.zeros_like(found[name][1::2])), name
 
 
-def test_routing_tables_are_a_stable_sort():
+def test_routing_tables_are_a_stable_sort() -> None:
     index = torch.randint(-1, 7, (50, 3), generator=torch.Generator().manual_seed(3))
     spec = _spec()
     like = {"x": torch.empty(50, 4), "index": index, "gate_up": torch.empty(6, 4, 4), "down": torch.empty(6, 4, 2)}
@@ -184,16 +207,16 @@ def test_routing_tables_are_a_stable_sort():
     assert all(expert == -1 for expert, _ in found[len(tiles) :])
 
 
-def test_two_runs_agree_bitwise():
+def test_two_runs_agree_bitwise() -> None:
     spec = _spec(dtype="bfloat16", **GPT_OSS)
     tensors, dy = _make(spec, _case(40, 2, 5, 48, 24, "skewed"))
-    first, second = (_run(lambda leaves: op(spec)(**leaves)[0], _leaves(tensors), dy) for _ in range(2))
+    first, second = (_run(_op(spec), _leaves(tensors), dy) for _ in range(2))
     for name in first:
         assert torch.equal(first[name], second[name]), name
 
 
 @pytest.mark.parametrize("needed", [["x"], ["scores"], ["gate_up"], ["down"], ["down_bias"], ["x", "scores"]])
-def test_only_what_is_needed_is_computed(needed, monkeypatch):
+def test_only_what_is_needed_is_computed(needed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Frozen weights run no weight gradient; every subset has the bits of the full backward."""
     spec = _spec(bias=True)
     tensors, dy = _make(spec, _case(20, 2, 4, 32, 16))
@@ -210,28 +233,28 @@ def test_only_what_is_needed_is_computed(needed, monkeypatch):
         assert torch.equal(found[name], full[name]), name
 
 
-def test_expanded_upstream_and_strided_inputs():
+def test_expanded_upstream_and_strided_inputs() -> None:
     spec = _spec()
     tensors, _ = _make(spec, _case(20, 2, 4, 32, 16))
     tensors["x"] = torch.stack([tensors["x"], tensors["x"]], 1)[:, 1]
     tensors["gate_up"] = tensors["gate_up"].transpose(1, 2).contiguous().transpose(1, 2)
-    _check(spec, tensors, torch.ones(()).expand(20, 32), lambda leaves: op(spec)(**leaves)[0])
+    _check(spec, tensors, torch.ones(()).expand(20, 32), _op(spec))
 
 
-def test_fp64_derivatives_of_the_reference():
+def test_fp64_derivatives_of_the_reference() -> None:
     """The reference's autograd against finite differences, so that it may judge others."""
     spec = _spec(**GPT_OSS)
     tensors, _ = _make(spec, _case(5, 2, 3, 6, 4, "absent"))
     leaves = _leaves(tensors, torch.float64)
     names = [n for n in leaves if n != "index"]
 
-    def y(*values):
+    def y(*values: Tensor) -> Tensor:
         return reference.reference(dict(zip(names, values, strict=True), index=leaves["index"]), spec)["y"]
 
     assert torch.autograd.gradcheck(y, [leaves[n] for n in names])
 
 
-def _transformers_experts(kind):
+def _transformers_experts(kind: str) -> tuple[torch.nn.Module, Spec]:
     """An experts module of transformers in eager mode, with its spec and tensors."""
     config = SimpleNamespace(
         hidden_size=32,
@@ -260,7 +283,7 @@ def _transformers_experts(kind):
 
 
 @pytest.mark.parametrize("kind", ["kimi_linear", "qwen3_moe", "gpt_oss"])
-def test_equal_to_transformers(kind):
+def test_equal_to_transformers(kind: str) -> None:
     module, spec = _transformers_experts(kind)
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(30, 32, generator=generator)
@@ -276,16 +299,19 @@ def test_equal_to_transformers(kind):
     expected = module(theirs_x, index, theirs_scores)
     expected.backward(dy)
     (y,) = op(spec)(index=index, **mine)
-    y.backward(dy)
+    torch.autograd.backward(y, dy)
     theirs = {"x": theirs_x, "scores": theirs_scores} | {n: parameters[p] for n, p in names.items()}
     tolerance.assert_close("y", y, expected.detach().double(), 1e-6)
     for name, tensor in mine.items():
-        tolerance.assert_close(name, tensor.grad, theirs[name].grad.double(), 1e-6)
+        found, wanted = tensor.grad, theirs[name].grad
+        assert found is not None
+        assert wanted is not None
+        tolerance.assert_close(name, found, wanted.double(), 1e-6)
 
 
 @pytest.mark.parametrize("rows", [4, 48, 256, 2048])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_search_space_fits_the_device(rows, dtype):
+def test_search_space_fits_the_device(rows: int, dtype: str) -> None:
     spec = _spec(dtype=dtype)
     found = tuning.space(spec, {"rows": rows})
     assert len(found) >= 8
@@ -296,7 +322,7 @@ def test_search_space_fits_the_device(rows, dtype):
         assert tuning.fits(config, 2 if dtype == "bfloat16" else 4)
 
 
-def test_shipped_configurations_are_whole():
+def test_shipped_configurations_are_whole() -> None:
     """Every row of every device sets every parameter, and those of a GPU fit it."""
     tables = load(CONFIGS)
     keys = set(tables["interpreter"][0].config)
@@ -305,6 +331,6 @@ def test_shipped_configurations_are_whole():
         assert tuning.fits(row.config, 4 if "fp32" in row.bucket else 2)
 
 
-def test_flags_outlive_resizing():
+def test_flags_outlive_resizing() -> None:
     spec = dataclasses.replace(_spec(**GPT_OSS), experts=128)
     assert spec.flags() == _spec(**GPT_OSS).flags()

@@ -7,13 +7,16 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+Job = dict[str, Any]
 
 SCRIPT = Path(__file__).with_name("compile_for_hopper.py")
 ROOT = Path(__file__).parents[3]
 ALL = ["x", "scores", "gate_up", "down"]
-GPT_OSS = {
+GPT_OSS: dict[str, Any] = {
     "limit": 7.0,
     "alpha": 1.702,
     "up_offset": 1.0,
@@ -34,13 +37,22 @@ KERNELS = {
 }
 
 
-def _job(tokens, top_k, experts, hidden, intermediate, needs=ALL, dtype="bfloat16", **flags):
+def _job(
+    tokens: int,
+    top_k: int,
+    experts: int,
+    hidden: int,
+    intermediate: int,
+    needs: list[str] = ALL,
+    dtype: str = "bfloat16",
+    **flags: Any,
+) -> Job:
     sizes = {"experts": experts, "top_k": top_k, "hidden": hidden, "intermediate": intermediate}
     case = [tokens, top_k, experts, hidden, intermediate]
     return {"spec": {"dtype": dtype, **sizes, **flags}, "case": case, "needs": needs}
 
 
-def _compiled(jobs):
+def _compiled(jobs: list[Job]) -> list[dict[str, Any]]:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, str(SCRIPT), json.dumps(jobs)], env=environment, capture_output=True, text=True, check=False
@@ -49,14 +61,14 @@ def _compiled(jobs):
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def _check(found):
+def _check(found: list[dict[str, Any]]) -> None:
     for kernel in found:
         assert kernel["stack"] == 0, kernel
         assert kernel["shared"] <= 227 * 1024, kernel
         assert kernel["registers"] * kernel["warps"] * 32 <= 65536, kernel
 
 
-def test_published_kimi_linear():
+def test_published_kimi_linear() -> None:
     found = _compiled([_job(8192, 8, 256, 2304, 1024)])
     assert {k["kernel"] for k in found} == KERNELS
     _check(found)
@@ -80,5 +92,5 @@ def test_published_kimi_linear():
     ],
     ids=["frozen", "qwen3", "e288", "e896", "gpt_oss", "small", "odd", "few_rows", "gelu", "gelu_tanh", "fp32"],
 )
-def test_other_sizes_and_flags(job):
+def test_other_sizes_and_flags(job: Job) -> None:
     _check(_compiled([job]))
