@@ -36,7 +36,9 @@ def example_path(name: str) -> Path:
     """
     names = example_names()
     if name not in names:
-        raise Problem("unknown-example", f"there is no example {name!r}", f"there are: {', '.join(names)}", field="example")
+        raise Problem(
+            "unknown-example", f"there is no example {name!r}", f"there are: {', '.join(names)}", field="example"
+        )
     return examples_folder() / name
 
 
