@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -279,11 +279,11 @@ def test_stop_without_a_service(home: Path, run: Run) -> None:
 
 
 def test_it_starts_fast() -> None:
-    """0.4 s on two idle cores; the best of five, as others may be using them."""
-    command = [sys.executable, "-m", "api.cli.main", "--help"]
+    """0.4 s; measured as processor time, best of five, because other work may be sharing the cores."""
     times = []
     for _ in range(5):
-        begun = time.perf_counter()
-        subprocess.run(command, check=True, capture_output=True)
-        times.append(time.perf_counter() - begun)
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([sys.executable, "-m", "api.cli.main", "--help"], check=True, capture_output=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        times.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     assert min(times) < 0.4
