@@ -14,6 +14,9 @@ from kernel_templates.moe.spec import Spec
 ROUTINGS = ("uniform", "skewed", "one_expert", "half_empty", "absent", "duplicates")
 """``skewed``: popularity falls as 1/rank; ``half_empty``: odd experts get nothing; ``absent``: some slots have none."""
 
+FEW = 10_000
+"""Gates of a case in which a limit is tested."""
+
 # odd on purpose: no multiple of a tile, some past one tile of the interpreter's configuration
 ODD_HIDDEN = (16, 21, 33, 48, 60, 75, 129)
 ODD_INTERMEDIATE = (16, 17, 24, 31, 45)
@@ -108,13 +111,17 @@ def routing(case: Case, generator: torch.Generator) -> Tensor:
 def make_tensors(
     spec: Spec, case: Case, generator: torch.Generator, dtype: torch.dtype, device: torch.device | str
 ) -> dict[str, Tensor | None]:
-    """Inputs of ``spec``, unit variance; scores may be fp32; gate and up cross the limit where there is one."""
+    """Inputs of ``spec``, unit variance; scores may be fp32; gate and up cross the limit in small cases."""
     tokens, top_k, experts, hidden, intermediate = case.dims.values()
 
     def normal(*size: int) -> Tensor:
         return torch.randn(*size, generator=generator, device=generator.device)
 
-    spread = 1.0 if spec.limit is None else 0.7 * spec.limit
+    spread = 1.0
+    if spec.limit is not None:
+        # among many values one lies within rounding of the limit, where its gradient is right either way: small cases
+        # clamp a tenth of theirs, large ones none
+        spread = (0.7 if tokens * top_k * intermediate < FEW else 0.15) * spec.limit
     gate_up = normal(experts, 2 * intermediate, hidden) * (spread / hidden**0.5)
     down = normal(experts, hidden, intermediate) / intermediate**0.5
     scores = torch.rand(tokens, top_k, generator=generator, device=generator.device) + 0.05

@@ -55,7 +55,7 @@ def reference(tensors: Tensors, spec: Spec) -> dict[str, Tensor]:
 def rounded_reference(
     tensors: Tensors, spec: Spec, mma_dtype: torch.dtype, config: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """The kernel's algorithm, forward and backward, with what it keeps in ``mma_dtype`` rounded; sums in fp32 or fp64.
+    """The kernel's algorithm, forward and backward, with what it keeps in ``mma_dtype`` rounded; sums at least in fp32.
 
     The tile sizes in ``config`` change only the order of sums.
     """
@@ -140,10 +140,14 @@ class _RoundedExperts(torch.autograd.Function):
         dtype: torch.dtype,
     ) -> Tensor:
         def narrow(value: Tensor) -> Tensor:
-            return value.to(dtype).to(x.dtype)
+            return value.to(dtype).to(wide)
 
-        ctx.spec, ctx.narrow, ctx.hidden = spec, narrow, {}
-        x, gate_up, down = narrow(x), narrow(gate_up), narrow(down)
+        wide, given = torch.promote_types(x.dtype, torch.float32), x.dtype
+        ctx.spec, ctx.narrow, ctx.hidden, ctx.wide = spec, narrow, {}, wide
+        ctx.given = [t if t is None else t.dtype for t in (x, None, scores, gate_up, down, up_bias, down_bias)]
+        x, scores, gate_up, down = narrow(x), scores.to(wide), narrow(gate_up), narrow(down)
+        if up_bias is not None and down_bias is not None:
+            up_bias, down_bias = up_bias.to(wide), down_bias.to(wide)
         limit = torch.inf if spec.limit is None else spec.limit
         y = torch.zeros_like(x)
         for expert, slot in _slots_by_expert(index, len(gate_up)):
@@ -158,20 +162,20 @@ class _RoundedExperts(torch.autograd.Function):
             y.index_add_(0, token, narrow(row) * scores.reshape(-1)[slot, None])
             ctx.hidden[expert] = _kept(gate, -torch.inf, limit, narrow), _kept(up, -limit, limit, narrow)
         ctx.save_for_backward(x, index, scores, gate_up, down, up_bias, down_bias)
-        return narrow(y)
+        return narrow(y).to(given)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, index, scores, gate_up, down, up_bias, down_bias = ctx.saved_tensors
         spec, narrow = ctx.spec, ctx.narrow
-        dy = narrow(grads[0])
+        dy = narrow(grads[0].to(ctx.wide))
         dx, dscores = torch.zeros_like(x), torch.zeros_like(scores).reshape(-1)
         dgate_up, ddown = torch.zeros_like(gate_up), torch.zeros_like(down)
         dup_bias = None if up_bias is None else torch.zeros_like(up_bias)
         ddown_bias = None if down_bias is None else torch.zeros_like(down_bias)
         for expert, slot in _slots_by_expert(index, len(gate_up)):
             token = slot // index.shape[1]
-            score = scores.reshape(-1)[slot, None].to(x.dtype)
+            score = scores.reshape(-1)[slot, None]
             da = dy[token] @ down[expert]
             with torch.enable_grad():
                 gate, up = (part.requires_grad_() for part in ctx.hidden[expert])
@@ -179,16 +183,17 @@ class _RoundedExperts(torch.autograd.Function):
                 dgate, dup = torch.autograd.grad(a, (gate, up), score * da)
             a = a.detach()
             dh = narrow(_features(dgate, dup, spec))
-            dscores[slot] = (da * a).sum(1).to(dscores.dtype)
+            dscores[slot] = (da * a).sum(1)
             dx.index_add_(0, token, narrow(dh @ gate_up[expert]))
             dgate_up[expert] = narrow(dh.T @ x[token])
             ddown[expert] = narrow(dy[token].T @ narrow(score * a))
             if dup_bias is not None and ddown_bias is not None and down_bias is not None:
-                dscores[slot] += (dy[token] @ down_bias[expert]).to(dscores.dtype)
+                dscores[slot] += dy[token] @ down_bias[expert]
                 dup_bias[expert] = narrow(dh.sum(0))
                 ddown_bias[expert] = narrow((score * dy[token]).sum(0))
         gradients = narrow(dx), None, narrow(dscores).reshape(scores.shape), dgate_up, ddown, dup_bias, ddown_bias
-        return (*gradients, None, None)
+        found = [g if g is None else g.to(dtype) for g, dtype in zip(gradients, ctx.given, strict=True)]
+        return (*found, None, None)
 
 
 def _kept(value: Tensor, low: float, high: float, narrow: Callable[[Tensor], Tensor]) -> Tensor:

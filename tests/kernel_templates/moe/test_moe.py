@@ -241,6 +241,21 @@ def test_expanded_upstream_and_strided_inputs() -> None:
     _check(spec, tensors, torch.ones(()).expand(20, 32), _op(spec))
 
 
+def test_rounded_reference_takes_narrow_tensors_with_fp32_scores() -> None:
+    """bf16 tensors and their fp32 copies are the same input."""
+    spec = _spec(dtype="bfloat16", **GPT_OSS)
+    tensors, dy = _make(spec, _case(15, 2, 3, 32, 16, fp32_scores=True))
+
+    def rounded(leaves: Tensors) -> Tensor:
+        return reference.rounded_reference(leaves, spec, torch.bfloat16, {})["y"]
+
+    narrow = _run(rounded, _leaves(tensors), dy)
+    wide = _run(rounded, _leaves(tensors, torch.float32), dy)
+    for name, value in narrow.items():
+        assert value.dtype == tensors.get(name, dy).dtype
+        assert torch.equal(value.float(), wide[name]), name
+
+
 def test_fp64_derivatives_of_the_reference() -> None:
     """The reference's autograd against finite differences, so that it may judge others."""
     spec = _spec(**GPT_OSS)
