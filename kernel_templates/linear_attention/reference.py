@@ -30,7 +30,7 @@ def reference(tensors: dict[str, Tensor | None], spec: Spec) -> dict[str, Tensor
     """
     q, k, v, g, beta, state = _sequences(tensors, spec, _given(tensors, "q").dtype)
     q_factor, k_factor = _factors(q, k, spec)
-    q, k = q * q_factor, k * k_factor
+    q, k = q * q_factor * _scale(q, spec), k * k_factor
     outputs = []
     for t in range(q.shape[1]):
         if g is not None:
@@ -61,6 +61,7 @@ def rounded_reference(
     length = v.shape[1]
     count = -(-length // chunk)
     raw_q, raw_k, v = (_chunked(x, chunk) for x in (q, k, v))
+    scale = _scale(q, spec)
     q_factor, k_factor = _factors(raw_q, raw_k, spec)
     q, k = raw_q * q_factor, raw_k * k_factor
     g = torch.zeros_like(k) if g is None else _chunked(g.expand(*g.shape[:-1], k.shape[-1]), chunk).clamp_min(-104.0)
@@ -70,15 +71,17 @@ def rounded_reference(
         # q and k themselves are the operands; the rows of the products are scaled in fp32
         q_decayed, k_decayed, k_ending = raw_q, raw_k, raw_k
         rise, end = through.exp()[..., :1], past.exp()[..., :1] * k_factor
-        q_rise, k_rise = rise * q_factor, rise * k_factor
+        q_rise, k_rise = rise * q_factor * scale, rise * k_factor
     else:
-        q_decayed = rounded(q * through.exp(), mma_dtype, keep)
+        q_decayed = rounded(q * through.exp() * scale, mma_dtype, keep)
         k_decayed = rounded(k * through.exp(), mma_dtype, keep)
         k_ending = rounded(k * past.exp(), mma_dtype, keep)
         q_rise = k_rise = end = torch.ones_like(g[..., :1])
     qk, kk = (_per_row_grams if per_row else _channel_grams)(q, k, g, mma_dtype)
     own = torch.diag_embed((q * k).sum(-1))
-    scores = rounded(qk, mma_dtype) + rounded(own, mma_dtype, keep)
+    if not per_row:
+        qk, kk = rounded(qk, keep, mma_dtype), rounded(kk, keep, mma_dtype)
+    scores = rounded((qk + own) * scale, mma_dtype, keep)
     if beta is not None:
         beta = _chunked(beta[..., None], chunk)
     outputs = []
@@ -151,13 +154,16 @@ def _sequences(
     return q, k, v, g, beta, state
 
 
+def _scale(q: Tensor, spec: Spec) -> float:
+    return spec.scale if spec.scale is not None else float(q.shape[-1] ** -0.5)
+
+
 def _factors(q: Tensor, k: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
-    """What the rows of q and k [..., K] are multiplied with [..., 1]: the scale, and 1 / norm if there is one."""
-    scale = spec.scale if spec.scale is not None else q.shape[-1] ** -0.5
+    """One over the norms of the rows of q and k [..., K], or one [..., 1]."""
     if not spec.qk_l2norm:
-        return torch.full_like(q[..., :1], scale), torch.ones_like(k[..., :1])
+        return torch.ones_like(q[..., :1]), torch.ones_like(k[..., :1])
     q_norm, k_norm = (((x * x).sum(-1, keepdim=True) + L2NORM_EPS).sqrt() for x in (q, k))
-    return scale / q_norm, 1.0 / k_norm
+    return 1.0 / q_norm, 1.0 / k_norm
 
 
 def _padded(x: Tensor, cu_seqlens: Tensor) -> Tensor:
