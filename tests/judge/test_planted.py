@@ -119,9 +119,7 @@ WRONG = (
         name="ignored initial state",
         family="linear_attention",
         flags=KDA,
-        edits=(
-            ("state_KV += tl.load(initial_state + state_base + at_KV, mask=in_KV, other=0.0)", "state_KV += 0.0"),
-        ),
+        edits=(("state_KV += tl.load(initial_state + state_base + at_KV, mask=in_KV, other=0.0)", "state_KV += 0.0"),),
         reason=("o:",),
     ),
 )

@@ -18,6 +18,7 @@ from typing import IO, Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernel_templates import interpreter
@@ -126,7 +127,7 @@ class Session:
         return outputs, dict(zip(leaves, found, strict=True))
 
     def _operators(self, call: dict[str, Any]) -> dict[str, int]:
-        """Which torch operators the candidate's host code uses, forward and backward, on contiguous tensors."""
+        """Torch operators on floating tensors in the candidate's host code, forward and backward, contiguous inputs."""
         assert self.operator is not None
         assert self.module is not None
         inputs = Buffers(self.device, call["tensors"]).views
@@ -144,15 +145,18 @@ class Session:
 
 
 class _OperatorLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the operators that run below it."""
+    """Counts the operators that run below it and take or give a floating tensor."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.seen: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen[func._schema.name] += 1
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        leaves = pytree.tree_leaves((args, kwargs, result))
+        if any(isinstance(leaf, Tensor) and leaf.is_floating_point() for leaf in leaves):
+            self.seen[func._schema.name] += 1
+        return result
 
 
 def _write(tensor: Tensor, path: Path) -> dict[str, Any]:

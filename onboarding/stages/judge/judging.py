@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -30,13 +31,16 @@ Progress = Callable[[int, int, str], None]
 FAILED_CASES_ENOUGH = 3
 """After so many refuted cases the rest adds nothing."""
 
-# what the host code of a kernel may not leave to torch: whole operators and products
-_FORBIDDEN = (
-    "mm", "bmm", "addmm", "baddbmm", "addbmm", "matmul", "linear", "einsum", "_grouped_mm", "_scaled_mm", "dot",
-    "mv", "addmv", "convolution", "_scaled_dot_product", "softmax", "_softmax", "sigmoid", "silu", "gelu", "relu",
-    "rsqrt", "exp", "native_layer_norm", "_fused_rms_norm", "rms_norm", "silu_backward", "gelu_backward",
-    "sigmoid_backward", "_softmax_backward_data",
-)  # fmt: skip
+# what host code may have torch do to floating tensors: make, move and convert them, and add up partial results; on
+# integers (routing, offsets) anything
+_ALLOWED = {
+    "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "new_zeros", "new_full", "zeros",
+    "zeros_like", "ones", "ones_like", "full", "full_like", "fill_", "zero_", "set_", "copy_", "clone",
+    "_to_copy", "contiguous", "lift_fresh", "detach", "alias", "view", "_unsafe_view", "reshape",
+    "_reshape_alias", "as_strided", "expand", "slice", "select", "split", "split_with_sizes", "narrow",
+    "transpose", "permute", "t", "unsqueeze", "squeeze", "unbind", "unflatten", "flatten", "cat", "stack",
+    "constant_pad_nd", "sum", "add", "add_",
+}  # fmt: skip
 
 LIMITS = {
     "cpu": Limits(wall_s=1800.0, memory_bytes=4 * 2**30, output_bytes=8 * 2**20),
@@ -68,6 +72,7 @@ def judge(
     seed: int | None = None,
     unsafe: bool = False,
     backend: str = "",
+    configs: Path | None = None,
     limits: Limits | None = None,
     answer_s: float | None = None,
     progress: Progress = lambda done, total, label: None,
@@ -81,6 +86,7 @@ def judge(
         seed: only to reproduce a verdict; drawn here, after the candidate's bytes are fixed, by default.
         unsafe: allow running without a sandbox where none works.
         backend: name of the sandbox backend; the best by default.
+        configs: folder of configuration tables; the family's own by default.
 
     Raises:
         Problem: no sandbox works, or the child process does not start. A bad candidate never raises.
@@ -94,7 +100,7 @@ def judge(
     try:
         findings.child = examinee.ready()
         try:
-            _load(examinee, source, spec)
+            _load(examinee, source, spec, configs or oracle.TEMPLATES / spec.family / "configs")
             _try_all(examinee, spec, source, device, cases, seed, findings, progress)
         except Refusal as refusal:
             findings.reasons.append(str(refusal))
@@ -103,13 +109,13 @@ def judge(
     return _verdict(findings, spec, digest, device, seed, sandbox.describe())
 
 
-def _load(examinee: Examinee, source: bytes, spec: OperatorSpec) -> None:
+def _load(examinee: Examinee, source: bytes, spec: OperatorSpec, configs: Path) -> None:
     path = examinee.given / "candidate.py"
     path.write_bytes(source)
     path.chmod(0o644)
-    answer = examinee.ask(
-        {"kind": "load", "candidate": str(path), "configs": str(oracle.TEMPLATES / spec.family / "configs")}
-    )
+    tables = shutil.copytree(configs, examinee.given / "configs")
+    tables.chmod(0o755)
+    answer = examinee.ask({"kind": "load", "candidate": str(path), "configs": str(tables)})
     for part, roles in (("inputs", spec.inputs()), ("outputs", spec.outputs())):
         names = [role.name for role in roles]
         if answer.get(part) != names:
@@ -313,7 +319,7 @@ def _work_is_done_by_kernels(examinee: Examinee, trial: Trial) -> list[str]:
             return reasons
     answer = examinee.ask({"kind": "operators", "calls": [request]})
     used = answer.get("operators", {})
-    names = sorted(n for n in used if n.removeprefix("aten::") in _FORBIDDEN)
+    names = sorted(n for n in used if n.removeprefix("aten::") not in _ALLOWED)
     if names:
         reasons.append(f"its host code leaves work to torch: {', '.join(names)}")
     return reasons

@@ -52,9 +52,14 @@ class Trial:
         """Every result that holds anything would miss its tolerance if it were worthless."""
         return all(share > 1.0 for share in self.sensitivity.values())
 
+    @property
+    def well_posed(self) -> bool:
+        """Its exact results are stable enough for a limit to mean something."""
+        return all(call.well_posed for call in self.calls)
+
 
 def draw(spec: OperatorSpec, count: int, level: str, device: torch.device, seed: int) -> Iterator[Trial]:
-    """``count`` trials; the same seed gives the same."""
+    """At most ``count`` trials; the same seed gives the same. A case whose values are never well posed is void."""
     rng = random.Random(seed)
     cases = family_module(spec.family, "cases").cases(spec, rng, count, level)
     first = rng.randrange(len(TWISTS))
@@ -66,9 +71,10 @@ def draw(spec: OperatorSpec, count: int, level: str, device: torch.device, seed:
         for _ in range(DRAWS):
             generator = torch.Generator(device).manual_seed(rng.getrandbits(62))
             trial = _trial(sub, dataclasses.replace(case, dtype=dtype), twist, generator, rng, device)
-            if trial.conclusive:
+            if trial.conclusive and trial.well_posed:
                 break
-        yield trial
+        if trial.well_posed:
+            yield trial
 
 
 def _trial(
