@@ -101,9 +101,14 @@ def _constant(node: ast.expr) -> tuple[bool, Any, bool]:
 
 def bound_names(node: ast.AST) -> list[str]:
     """Every name that ``node`` binds anywhere inside, once for each binding."""
-    names = [n.id for n in ast.walk(node) if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)]
-    names += [n.arg for n in ast.walk(node) if isinstance(n, ast.arg)]
-    names += [n.name for n in ast.walk(node) if isinstance(n, (ast.FunctionDef, ast.ExceptHandler)) and n.name]
+    names: list[str] = []
+    for inner in ast.walk(node):
+        if isinstance(inner, ast.Name):
+            names += [inner.id] if not isinstance(inner.ctx, ast.Load) else []
+        elif isinstance(inner, ast.arg):
+            names.append(inner.arg)
+        elif isinstance(inner, (ast.FunctionDef, ast.ExceptHandler)) and inner.name:
+            names.append(inner.name)
     return names
 
 

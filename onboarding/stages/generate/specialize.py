@@ -175,7 +175,7 @@ class _Module:
             if not dead.dropped:
                 break
         node.body = node.body or [ast.Pass()]
-        dropped = frozenset(p for p in original.parameters if p not in _read(node) and p not in pinned)
+        dropped = frozenset(original.parameters) - _read(node) - pinned
         _drop_parameters(node, dropped)
         siblings = [v for v in self.variants.values() if v.original is original]
         if siblings:
@@ -196,12 +196,13 @@ class _Module:
         arguments |= {k.arg: k.value for k in call.keywords if k.arg in original.parameters}
         splat = any(k.arg is None for k in call.keywords)
         values = {p: a.known for p, a in arguments.items() if decided(a)}  # type: ignore[attr-defined]
-        entry = function.id in ENTRIES
         # an argument that does something stays, and so may what a ** brings
-        pinned = {p for p, a in arguments.items() if not is_pure(a)}
-        pinned |= set(original.parameters) - arguments.keys() if splat else set()
-        pinned |= {p for p in original.parameters if p != "spec"} if entry else set()
-        variant = self.variant(function.id, values, frozenset(pinned))
+        needed = {p for p, a in arguments.items() if not is_pure(a)}
+        needed |= set(original.parameters) - arguments.keys() if splat else set()
+        fixed = frozenset(original.parameters) - {"spec"} if function.id in ENTRIES else frozenset()
+        variant = self.variant(function.id, values, fixed)
+        if variant.dropped & needed:
+            variant = self.variant(function.id, values, fixed | needed)
         call.args = [a for p, a in zip(original.parameters, call.args, strict=False) if p not in variant.dropped]
         # positions shift only behind dropped ones, so what is passed by position stays so
         call.keywords = [k for k in call.keywords if k.arg is None or k.arg not in variant.dropped]
@@ -220,23 +221,30 @@ class _Module:
                 raise SpecialiseError(f"the template has no function {entry}")
             pinned = frozenset(p for p in self.originals[entry].parameters if p != "spec")
             self.variant(entry, {"spec": self.ref}, pinned)
-        body = self._functions()
+        body = self._functions(self._reachable())
         names = _names_in(body)
         body = self._constants(names) + body
         names |= _names_in(body)
         text = "\n\n".join([self._docstring(), self._imports(names), self._facts(), body])
-        launched = [
-            v.node.name
-            for v in sorted(self.variants.values(), key=lambda v: v.order)
-            if v.original.kernel and f"{v.node.name}[" in body
-        ]
+        launched = [v.node.name for v in self._reachable() if v.original.kernel and f"{v.node.name}[" in body]
         return Specialised(formatted(text), launched)
 
-    def _functions(self) -> str:
-        """All variants in the template's order, under the template's section comments."""
+    def _reachable(self) -> list[Variant]:
+        """The variants that the entries lead to, in the template's order."""
+        by_name = {v.node.name: v for v in self.variants.values()}
+        wanted, found = list(ENTRIES), set()
+        while wanted:
+            name = wanted.pop()
+            if name in by_name and name not in found:
+                found.add(name)
+                wanted += _read(by_name[name].node)
+        return sorted((by_name[name] for name in found), key=lambda v: v.order)
+
+    def _functions(self, variants: Iterable[Variant]) -> str:
+        """The variants' source, under the template's section comments."""
         chunks: list[str] = []
         emitted_sections: set[str] = set()
-        for variant in sorted(self.variants.values(), key=lambda v: v.order):
+        for variant in variants:
             original = variant.original
             first = min([original.node.lineno, *(d.lineno for d in original.node.decorator_list)])
             comments = [c for c in original.source.lead(first, 0) if c]
