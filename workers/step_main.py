@@ -26,6 +26,7 @@ from onboarding.settings import Settings
 from onboarding.store import Store, log_path
 from workers.environment import OUTCOME_FILE, check_packages, clean_environment
 from workers.events import EventWriter, json_safe
+from workers.narrate import Narrator, say
 
 
 def main(step_id: int, folder: Path) -> None:
@@ -85,15 +86,18 @@ def _attempt(
         scratch=scratch,
         artifacts=ArtifactStore(settings.resolved_artifacts_url()),
         policy=RulePolicy(),
-        emit=events.emit,
+        emit=Narrator(events.emit),
         load_result=partial(store.load_result, job.id),
         definition=job.definition,
         input=dict(step.input),
     )
+    say(f"{step.stage} begins, attempt {step.attempt}{', ' + step.key if step.key else ''}")
     try:
         result = stage_function(settings.stages_package, step.stage)(context)
     except StageSkipped as skipped:
+        say(f"skipped: {skipped}")
         return {"state": "skipped", "result": {"outcome": "skipped", "summary": str(skipped)}}
+    say(f"{result.outcome}: {result.summary}")
     return {"state": "succeeded", "result": json_safe(result.model_dump(mode="json"))}
 
 

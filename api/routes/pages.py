@@ -95,7 +95,8 @@ def log_of(services: Services, facts: JobFacts, stage: str, key: str | None) -> 
     path = log_path(services.settings, facts.job.id, stage, key, attempt)
     chunk = read_chunk(path, LOG_TAIL) if steps else LogChunk("", 0, 0)
     options = [(known, words.get(known, known[:12])) for known in keys if known]
-    return {"stage": stage, "key": key, "attempt": attempt, "chunk": chunk, "options": options}
+    ended = any(step.key == key and step.attempt == attempt and step.finished_at for step in steps)
+    return {"stage": stage, "key": key, "attempt": attempt, "chunk": chunk, "options": options, "ended": ended}
 
 
 def default_tab(facts: JobFacts) -> Tab:

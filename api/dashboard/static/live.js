@@ -63,7 +63,6 @@ function showLog() {
   state.url = head.dataset.url;
   state.offset = first ? Number(log.dataset.next) : 0;
   state.text = first ? log.textContent : "";
-  $("log-empty").querySelector("b").textContent = head.dataset.stage;
   draw();
   if (first) log.scrollTop = log.scrollHeight;
   readLog();
