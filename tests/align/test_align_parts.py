@@ -27,6 +27,9 @@ def test_p_value_is_small_for_a_shift_and_large_for_one_more_run() -> None:
     assert curves.p_value([3.0, 2.0, 1.0 + 5e-7], runs) > 0.9
     assert curves.p_value([3.1, 2.1, 1.1], runs) < 1e-6
     assert curves.p_value(runs[0], [runs[0]] * 3) == 1.0
+    # runs that agree to the last bit: one unit in the last place is no evidence, a thousand are
+    assert curves.p_value([4.0 * (1 + 2.0**-23)], [[4.0]] * 3) > 0.3
+    assert curves.p_value([4.0 * (1 + 2.0**-13)], [[4.0]] * 3) < 1e-4
     with pytest.raises(ValueError, match="two runs"):
         curves.p_value(runs[0], runs[:1])
 

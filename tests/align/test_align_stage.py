@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import kernel_templates
 from kernel_templates.registry import load_spec
 from onboarding.artifacts import ArtifactStore
 from onboarding.context import StageContext
@@ -16,6 +17,7 @@ from onboarding.policy import RulePolicy
 from onboarding.settings import Settings
 from onboarding.stages.align.result import AlignResult
 from onboarding.stages.align.stage import run
+from onboarding.stages.generate.specialize import specialise
 from tests.align.torch_candidates import source
 
 CONFIG = Path(__file__).parents[2] / "examples" / "kimi-linear" / "config.json"
@@ -44,7 +46,9 @@ OPERATORS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 DIGESTS = {name: load_spec(spec).digest() for name, (spec, _) in OPERATORS.items()}
 
 
-def context(tmp_path: Path, sources: dict[str, str], **step_input: Any) -> tuple[StageContext, list[dict[str, Any]]]:
+def context(
+    tmp_path: Path, sources: dict[str, str], *, tuned: bool = True, **step_input: Any
+) -> tuple[StageContext, list[dict[str, Any]]]:
     """A job whose upstream stages have finished with these candidates, all accepted."""
     store = ArtifactStore((tmp_path / "artifacts").as_uri())
     specs = {name: load_spec(OPERATORS[name][0]) for name in sources}
@@ -91,7 +95,8 @@ def context(tmp_path: Path, sources: dict[str, str], **step_input: Any) -> tuple
             "device": "cpu", "triton": "3.6.0", "torch": "2.13", "seed": 1, "cases": [], "worst_share": 0.1,
             "worst_where": "y", "sandbox": "none",
         }  # fmt: skip
-    results |= {("tune", d): {"device": "interpreter", "rows": [_row()], "seconds": 0.0} for d in digests}
+    if tuned:  # torch candidates take any configuration; generated ones those of their family
+        results |= {("tune", d): {"device": "interpreter", "rows": [_row()], "seconds": 0.0} for d in digests}
     events: list[dict[str, Any]] = []
     scratch = tmp_path / "scratch"
     scratch.mkdir()
@@ -140,6 +145,20 @@ def test_right_kernels_align_and_every_one_ran(tmp_path: Path) -> None:
     live = [e["value"] for e in events if e["kind"] == "metric" and e["series"] == "loss.candidate"]
     assert live == result.curves.candidate
     assert AlignResult.model_validate_json(result.model_dump_json()) == result
+
+
+@pytest.mark.sandbox
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_generated_triton_kernels_align_through_the_interpreter(tmp_path: Path) -> None:
+    templates = Path(kernel_templates.__file__).parent
+    specs = {name: load_spec(spec) for name, (spec, _) in OPERATORS.items()}
+    sources = {n: specialise(templates / s.family / "template.py", s).source for n, s in specs.items()}
+    made, _ = context(tmp_path, sources, tuned=False)
+    result = run(made)
+    assert result.outcome == "ok", result.summary
+    assert set(result.swapped) == set(DIGESTS.values())
+    assert not result.notes
 
 
 @pytest.mark.sandbox

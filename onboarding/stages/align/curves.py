@@ -12,6 +12,9 @@ from collections.abc import Sequence
 
 from kernel_templates.tolerance import FACTOR
 
+LOSS_RESOLUTION = 2.0**-23
+"""Relative spacing of float32, in which every run reports its loss."""
+
 
 def band(runs: Sequence[Sequence[float]], floor: float) -> list[float]:
     """Half-width of the band at each step.
@@ -36,7 +39,8 @@ def p_value(candidate: Sequence[float], runs: Sequence[Sequence[float]]) -> floa
 
     The points of one curve are not independent, so the sample is the runs, not the steps: with n runs whose mean
     losses have mean m and deviation s, (mean of the candidate - m) / (s sqrt(1 + 1/n)) follows Student's t with
-    n - 1 degrees of freedom (prediction interval of one further observation).
+    n - 1 degrees of freedom (prediction interval of one further observation). s is at least one unit in the last
+    place of a float32 loss, below which runs cannot be told apart.
 
     Raises:
         ValueError: fewer than two runs.
@@ -47,9 +51,10 @@ def p_value(candidate: Sequence[float], runs: Sequence[Sequence[float]]) -> floa
     means = [math.fsum(run) / len(run) for run in runs]
     centre = math.fsum(means) / n
     deviation = math.sqrt(math.fsum((m - centre) ** 2 for m in means) / (n - 1))
+    deviation = max(deviation, LOSS_RESOLUTION * abs(centre))
     distance = abs(math.fsum(candidate) / len(candidate) - centre)
-    if deviation == 0.0:
-        return 1.0 if distance == 0.0 else 0.0
+    if distance == 0.0:
+        return 1.0
     return student_two_sided(distance / (deviation * math.sqrt(1 + 1 / n)), n - 1)
 
 
