@@ -24,7 +24,8 @@ def layer_strip(architecture: Architecture, *, width: int = 960) -> str:
         width: drawing width in user units; the picture scales to its container.
     """
     fill = colours(architecture)
-    names = {b.letter: f"{b.mixer}, {b.feed_forward}" for b in architecture.blocks}
+    # Two block kinds may share a letter (a dense and an MoE layer with the same mixer): a layer's own kind names it.
+    names = {layer: f"{b.mixer}, {b.feed_forward}" for b in architecture.blocks for layer in b.layers}
     per_row = max(1, min(64, architecture.num_layers))
     cell = width / per_row
     height = 34.0
@@ -35,7 +36,7 @@ def layer_strip(architecture: Architecture, *, width: int = 960) -> str:
     ]
     for index, letter in enumerate(architecture.strip):
         x, y = (index % per_row) * cell, (index // per_row) * (height + 18)
-        title = f"layer {index}: {names.get(letter, letter)}"
+        title = f"layer {index}: {names.get(index, letter)}"
         parts.append(
             f'<g><title>{escape(title)}</title><rect x="{x + 1:.1f}" y="{y:.1f}" width="{cell - 2:.1f}" '
             f'height="{height}" rx="3" fill="{fill[letter]}"/>'
