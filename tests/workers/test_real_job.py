@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from toy_service import Toy, parent, until
+from toy_service import Toy, alive, parent, until
 
 from onboarding.pipeline import STAGES
 from onboarding.records import Event, Job
@@ -99,7 +99,7 @@ def kill(toy: Toy, service: psutil.Process, victim: str) -> psutil.Process:
         case "service":
             service.kill()
     if victim in ("worker", "service"):
-        until(lambda: not any(p.is_running() for p in tree), GONE_S, "the step ends with its worker")
+        until(lambda: not any(map(alive, tree)), GONE_S, f"the step ends with its worker: {tree}")
     if victim == "service":
         until(lambda: not toy.processes(), GONE_S, "everything ends with the service")
         return start(toy)

@@ -9,7 +9,7 @@ import sys
 
 import psutil
 import pytest
-from toy_service import Toy, parent, until
+from toy_service import Toy, alive, parent, until
 
 from onboarding.records import Job
 
@@ -69,7 +69,7 @@ def die_one_by_one(toy: Toy) -> None:
     reaches(toy, job, "parse")
     held = step_process(toy, "parse")
     toy.process("workers.run").kill()
-    until(lambda: not held.is_running(), GONE_S, "the step's process ends with its worker")
+    until(lambda: not alive(held), GONE_S, "the step's process ends with its worker")
     reaches(toy, job, "parse", 2)
     toy.release("parse")
 

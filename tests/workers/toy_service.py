@@ -71,6 +71,14 @@ def parent(process: psutil.Process) -> psutil.Process:
     return found
 
 
+def alive(process: psutil.Process) -> bool:
+    """Whether a process runs; one that only waits to be buried does not."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 @dataclass
 class Toy:
     """A home whose steps come from the toy stages, and the processes started on it."""
