@@ -123,7 +123,7 @@ def _rows():
         yield pytest.param(family, flags, marks=pytest.mark.slow if slow else ())
 
 
-@pytest.mark.parametrize(("family", "flags"), _rows(), ids=_id)
+@pytest.mark.parametrize(("family", "flags"), list(_rows()), ids=_id)
 def test_same_bits_as_the_template(family, flags, tmp_path):
     assert_same_bits(_spec(family, flags), tmp_path, count=1 if family in ("moe", "linear_attention") else 2)
 
