@@ -97,7 +97,7 @@ def _attempt(
     except StageSkipped as skipped:
         say(f"skipped: {skipped}")
         return {"state": "skipped", "result": {"outcome": "skipped", "summary": str(skipped)}}
-    say(f"{result.outcome}: {result.summary}")
+    say(result.summary or result.outcome)
     return {"state": "succeeded", "result": json_safe(result.model_dump(mode="json"))}
 
 
