@@ -85,9 +85,7 @@ class OperatorSpec:
         """The fields that the specialiser folds: everything but dims and dtype."""
         dims = self.dim_names()
         return {
-            f.name: getattr(self, f.name)
-            for f in dataclasses.fields(self)
-            if f.name not in dims and f.name != "dtype"
+            f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in dims and f.name != "dtype"
         }
 
     def dims(self) -> dict[str, int]:
