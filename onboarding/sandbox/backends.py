@@ -153,7 +153,7 @@ def launcher_command(
         "devices": view.devices,
         "scratch": view.scratch,
         "listed": [str(ROOT)],
-        "filter": seccomp.program(namespaces=backend.namespaces).hex(),
+        "filter": seccomp.program(namespaces=backend.namespaces, gpu=gpu).hex(),
         "fds": list(fds),
         "argv": list(argv),
         "env": env,

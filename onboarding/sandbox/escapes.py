@@ -128,7 +128,7 @@ while True:
     try: os.fork()
     except OSError: time.sleep(0.01)
 """,
-        reasons=("time", "processes", "signal SIGKILL"),
+        reasons=("time", "processes", "memory", "signal SIGKILL"),
     ),
     Escape(
         name="memory bomb",

@@ -112,7 +112,7 @@ def _start_bubblewrap(
 ) -> subprocess.Popen[bytes]:
     """bubblewrap waits at ``--block-fd`` until its child is in the control groups and has its limits."""
     filter_fd = os.memfd_create("filter")
-    os.write(filter_fd, seccomp.program(namespaces=True))
+    os.write(filter_fd, seccomp.program(namespaces=True, gpu=gpu))
     os.lseek(filter_fd, 0, os.SEEK_SET)
     info_read, info_write = os.pipe()
     block_read, block_write = os.pipe()

@@ -53,6 +53,11 @@ _WITHOUT_NAMESPACES: dict[str, tuple[int | None, int | None]] = {
     "ioprio_set": (251, 30),
 }  # fmt: skip
 
+# The CUDA driver passes descriptors over an abstract Unix socket of its own (``cuda-uvmfd``) and fails without one.
+# Such sockets belong to the network namespace; connecting needs that the namespace is its own.
+_UNIX_SOCKET_CALLS = ("bind", "listen", "accept", "accept4")
+_AF_UNIX = 1
+
 _OWN_PROCESS_ONLY: dict[str, tuple[int, int]] = {"prlimit64": (302, 261), "sched_setaffinity": (203, 122)}
 
 _CLONE = (56, 220)
@@ -91,11 +96,12 @@ def supported(machine: str | None = None) -> bool:
     return (machine or platform.machine()) in _AUDIT_ARCH
 
 
-def program(*, namespaces: bool, machine: str | None = None) -> bytes:
+def program(*, namespaces: bool, gpu: bool = False, machine: str | None = None) -> bytes:
     """The filter as an array of ``struct sock_filter``, for prctl(2) or bubblewrap's ``--seccomp``.
 
     Args:
         namespaces: the process has its own mount and pid namespaces; without them more calls are refused.
+        gpu: Unix sockets are allowed, because CUDA does not start without.
         machine: ``x86_64`` or ``aarch64``; this machine's by default.
 
     Raises:
@@ -108,6 +114,10 @@ def program(*, namespaces: bool, machine: str | None = None) -> bytes:
     if machine == "x86_64":  # the x32 table would be a way around every number below
         code += _op(_JUMP_AT_LEAST, _X32_BIT, 0, 1) + _op(_RETURN, _KILL)
     refused = dict(_ALWAYS) if namespaces else {**_ALWAYS, **_WITHOUT_NAMESPACES}
+    if gpu:
+        for name in ("socket", *_UNIX_SOCKET_CALLS, *(["connect"] if namespaces else [])):
+            del refused[name]
+        code += _refuse_if(_ALWAYS["socket"][column] or 0, 0, _op(_JUMP_EQUAL, _AF_UNIX, 1, 0))
     for numbers in refused.values():
         number = numbers[column]
         if number is not None:

@@ -22,6 +22,8 @@ from kernel_templates.registry import family_module
 from kernel_templates.spec import OperatorSpec
 
 Tensors = dict[str, Tensor | None]
+SMALL = 4_000_000
+"""Elements of all inputs below which references run on the CPU: their recurrences are many tiny operations."""
 TEMPLATES = Path(kernel_templates.__file__).parent
 
 
@@ -195,10 +197,13 @@ def _relative(squared: Tensor, value: Tensor) -> float:
 def _evaluate(call: Call, dtype: torch.dtype, *, rounded: bool) -> dict[str, Tensor]:
     """Outputs and gradients by the family's reference, in ``dtype``."""
     reference = family_module(call.spec.family, "reference")
+    small = sum(t.numel() for t in call.tensors.values() if t is not None) < SMALL
     tensors: Tensors = {}
     for name, tensor in call.tensors.items():
-        if tensor is not None and tensor.is_floating_point():
-            tensor = tensor.detach().to(dtype, copy=True).requires_grad_(name in call.needs)
+        if tensor is not None:
+            tensor = tensor.detach().to("cpu") if small else tensor.detach()
+            if tensor.is_floating_point():
+                tensor = tensor.to(dtype, copy=True).requires_grad_(name in call.needs)
         tensors[name] = tensor
     if rounded:
         mma_dtype = working_dtype(call.spec)
@@ -206,7 +211,7 @@ def _evaluate(call: Call, dtype: torch.dtype, *, rounded: bool) -> dict[str, Ten
     else:
         outputs = reference.reference(tensors, call.spec)
     results = {name: value.detach() for name, value in outputs.items()}
-    sources = [(outputs[n], g.to(outputs[n].dtype)) for n, g in call.upstream.items() if outputs[n].requires_grad]
+    sources = [(outputs[n], g.to(outputs[n])) for n, g in call.upstream.items() if outputs[n].requires_grad]
     leaves: dict[str, Tensor] = {n: t for n in sorted(call.needs) if (t := tensors[n]) is not None}
     if leaves and sources:
         found = torch.autograd.grad(
