@@ -183,7 +183,7 @@ def test_a_planted_fault_is_found_by_name(guilty: str, fault: dict[str, Any], tm
 @pytest.mark.slow
 def test_a_candidate_that_dies_is_found_by_name(tmp_path: Path) -> None:
     sources = honest()
-    sources["mlp"] = sources["mlp"].replace("with torch.no_grad():", "import os; os._exit(3)")
+    sources["mlp"] = sources["mlp"].replace("with torch.no_grad():", "with __import__('os')._exit(3):")
     made, _ = context(tmp_path, sources)
     result = run(made)
     assert result.culprits == [DIGESTS["mlp"]]
