@@ -106,6 +106,7 @@ WRONG = (
         family="moe",
         flags=MOE,
         edits=(("expert.to(tl.int64) * (2 * WIDTH * D)", "expert.to(tl.int64) * (2 * WIDTH * D - D)"),),
+        cases=1,
         reason=("y:",),
     ),
     Wrong(
@@ -113,6 +114,7 @@ WRONG = (
         family="linear_attention",
         flags=KDA,
         edits=(("for step in range(0, count):", "for step in range(0, tl.maximum(count - 1, 1)):"),),
+        cases=1,
         reason=("o:",),
     ),
     Wrong(
@@ -120,6 +122,7 @@ WRONG = (
         family="linear_attention",
         flags=KDA,
         edits=(("state_KV += tl.load(initial_state + state_base + at_KV, mask=in_KV, other=0.0)", "state_KV += 0.0"),),
+        cases=1,
         reason=("o:",),
     ),
 )
@@ -147,7 +150,7 @@ def test_wrong_kernels_are_refused(wrong: Wrong, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("family", "flags"), FAMILIES, ids=lambda v: v if isinstance(v, str) else "")
 def test_right_kernels_are_accepted(family: str, flags: dict[str, Any], tmp_path: Path) -> None:
     spec = make_spec(family, flags)
-    found = verdict(candidate(spec), spec, tmp_path, cases=3, seed=None)
+    found = verdict(candidate(spec), spec, tmp_path, cases=2 if family in ("moe", "linear_attention") else 3, seed=None)
     assert found.outcome == "accepted", (found.seed, found.reasons)
     assert 0 < found.worst_share <= 1
     assert all(share > 1 for case in found.cases[:2] for share in case.sensitivity.values())

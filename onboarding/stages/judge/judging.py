@@ -229,7 +229,7 @@ def _try(examinee: Examinee, trial: Trial, *, large: bool, atomic: bool) -> Case
         for number in ([1, 2] if reuse else [0, 1, 2])
         for text in verify.inputs_changed(sent[number].storages, reports[number], examinee.work, number)
     ]
-    reasons += changed
+    reasons = changed + reasons
     report.checks["inputs and the memory around them unchanged"] = not changed
     if not atomic and not reasons and trial.twist != "expanded":
         differs = [
