@@ -1,12 +1,17 @@
-"""Turns a candidate (or a template with a spec) into one ``torch.library`` custom op.
+"""Turns a candidate (or a template with a spec) into one differentiable operator with two equal paths.
 
-The op has a schema made from the candidate's ``INPUTS`` and ``OUTPUTS``, a fake kernel, an autograd formula and a
-contiguity policy, and works under ``torch.compile``. Internally it returns the outputs followed by what backward
-needs, so that saved tensors are ordinary results; callers see the outputs only.
+Graph path
+    A ``torch.library`` custom op with a schema made from the candidate's ``INPUTS`` and ``OUTPUTS``, a fake kernel and
+    an autograd formula: it works under ``torch.compile`` and ``torch.export``. Internally it returns the outputs
+    followed by what backward needs, so that saved tensors are ordinary results; callers see the outputs only.
+Eager path
+    The dispatcher and the custom op's Python cost several times what a small kernel takes. Plain tensors that nobody
+    traces (no compiler, no torch mode, no function transform) go through a ``torch.autograd.Function`` to the very
+    same host functions.
 
 Policy
     Inputs and incoming gradients may have any strides; kernels see contiguous tensors. The copy is made inside the
-    op, so what autograd keeps alive is the caller's tensor. Results never alias inputs or each other. Only needed
+    operator, so what autograd keeps alive is the caller's tensor. Results never alias inputs or each other. Only needed
     gradients are computed, each in its input's dtype; a missing incoming gradient reaches the kernel as None.
 
 Traits
@@ -27,11 +32,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 NAMESPACE = "onboard"
 
 Tensors = dict[str, Tensor | None]
 ChooseConfig = Callable[[dict[str, int], torch.device], dict[str, Any]]
+
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 _taken: set[str] = set()
 
@@ -83,8 +91,9 @@ class Operator:
         self.saved_outputs: tuple[str, ...] = tuple(traits.get("saved_outputs", ()))
         self.unread: frozenset[str] = frozenset(traits.get("unread_inputs", ()))
         self.name = _free_name(name)
-        self._optional = {n for n, role in candidate.INPUTS.items() if "optional" in role}
+        self._required = tuple(n for n, role in candidate.INPUTS.items() if "optional" not in role)
         self._differentiable = {n for n, role in candidate.INPUTS.items() if "differentiable" in role}
+        self._again = tuple(self.outputs.index(n) for n in self.saved_outputs)
         self._saved_names: dict[Any, tuple[str, ...]] = {}
         self._register()
 
@@ -94,22 +103,126 @@ class Operator:
         Raises:
             TypeError: an input is missing or unknown.
         """
-        unknown = tensors.keys() - set(self.inputs)
-        missing = [n for n in self.inputs if tensors.get(n) is None and n not in self._optional]
+        unknown = [n for n in tensors if n not in self.inputs]
+        missing = [n for n in self._required if tensors.get(n) is None]
         if unknown or missing:
             wrong = [f"no input {n!r}" for n in sorted(unknown)] + [f"{n!r} is missing" for n in missing]
             raise TypeError(f"{self.name}: {'; '.join(wrong)}")
-        results = self._forward_op(*(tensors.get(n) for n in self.inputs))
-        return tuple(results[: len(self.outputs)])
+        values = [tensors.get(n) for n in self.inputs]
+        if torch.compiler.is_compiling() or _is_watched(values):
+            return tuple(self._forward_op(*values)[: len(self.outputs)])
+        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in values):
+            outputs: tuple[Tensor, ...] = _Eager.apply(self, *values)  # type: ignore[no-untyped-call]
+            return outputs
+        return tuple(self._run(values)[0][: len(self.outputs)])
 
     def config(self, **tensors: Tensor | None) -> dict[str, Any]:
         """The configuration that a call with these tensors uses."""
         return self._config(tensors)
 
-    # ---- registration -----------------------------------------------------------------------------------------
+    # ---- what both paths do -----------------------------------------------------------------------------------
+
+    def _run(self, values: Sequence[Tensor | None]) -> tuple[list[Tensor], tuple[str, ...], dict[str, Any]]:
+        """Forward: the outputs followed by what backward needs beside them, its names, and the configuration."""
+        tensors = self._contiguous(values)
+        config = self._config(tensors)
+        outputs, saved = self.candidate.forward(tensors, config)
+        names = self._extra(saved)
+        return _without_aliases(self._results(outputs, saved), values), names, config
+
+    def _differentiate(
+        self,
+        tensors: Tensors,
+        saved: dict[str, Tensor],
+        grads: Sequence[Tensor | None],
+        wanted: frozenset[str],
+        config: dict[str, Any],
+    ) -> list[Tensor]:
+        """Backward: the gradients of the inputs in ``wanted``, in the order of inputs, each in its input's dtype."""
+        upstream = {n: None if g is None else g.contiguous() for n, g in zip(self.outputs, grads, strict=True)}
+        found = self.candidate.backward(tensors, saved, upstream, wanted, config)
+        results = []
+        for n in self.inputs:
+            if n in wanted:
+                like = tensors[n]
+                assert like is not None
+                gradient = found.get(n)
+                results.append(like.new_zeros(like.shape) if gradient is None else gradient.to(like.dtype))
+        return _without_aliases(results, (*tensors.values(), *saved.values(), *grads))
+
+    def _keep(self, ctx: Any, inputs: Sequence[Tensor | None], output: Sequence[Tensor]) -> None:
+        """Saves the inputs that backward reads, the outputs that it reads, and what forward kept for it."""
+        # without this, autograd would fill the gradients of saved tensors with zeros
+        ctx.set_materialize_grads(False)
+        kept = inputs
+        if self.unread:
+            by_name = zip(self.inputs, inputs, strict=True)
+            kept = [None if n in self.unread else t for n, t in by_name]
+            ctx.unread = [
+                None if t is None or n not in self.unread else (t.shape, t.dtype, t.device)
+                for n, t in zip(self.inputs, inputs, strict=True)
+            ]
+        again = [output[place] for place in self._again]
+        ctx.save_for_backward(*kept, *again, *output[len(self.outputs) :])
+
+    def _kept(self, ctx: Any) -> tuple[list[Tensor | None], list[Tensor]]:
+        """The inputs and the saved tensors of :meth:`_keep`; inputs that were not kept have only shape and dtype."""
+        kept = ctx.saved_tensors
+        inputs, saved = list(kept[: len(self.inputs)]), list(kept[len(self.inputs) :])
+        if self.unread:
+            for place, facts in enumerate(ctx.unread):
+                if facts is not None:
+                    shape, dtype, device = facts
+                    # one element stands for all: backward only asks for the shape
+                    inputs[place] = torch.empty((), dtype=dtype, device=device).expand(shape)
+        return inputs, saved
+
+    def _sources(self, inputs: Sequence[Tensor | None], needs: Sequence[bool]) -> dict[str, str]:
+        """For each input whose gradient is asked for, the input whose gradient serves it."""
+        asked = {
+            n: t
+            for n, t, need in zip(self.inputs, inputs, needs, strict=True)
+            if need and t is not None and n in self._differentiable
+        }
+        if not self.shared:
+            return dict(zip(asked, asked, strict=True))
+        by_name = dict(zip(self.inputs, inputs, strict=True))
+        return {n: self._gradient_source(n, by_name) for n in asked}
+
+    def _gradient_source(self, name: str, tensors: Tensors) -> str:
+        """The input whose gradient equals that of ``name``: itself, unless the candidate says they are one tensor."""
+        other = self.shared.get(name)
+        mine, theirs = tensors[name], tensors[other] if other else None
+        if other is None or mine is None or theirs is None:
+            return name
+        return other if mine.dtype == theirs.dtype and mine.shape == theirs.shape else name
+
+    def _spread(self, sources: dict[str, str], results: Sequence[Tensor]) -> list[Tensor | None]:
+        """One gradient or None for each input, from those that were computed."""
+        computed = [n for n in self.inputs if n in sources.values()]
+        gradients = dict(zip(computed, results, strict=True))
+        return [gradients[sources[n]] if n in sources else None for n in self.inputs]
+
+    def _contiguous(self, values: Sequence[Tensor | None], as_they_are: frozenset[str] = frozenset()) -> Tensors:
+        return {
+            n: t if t is None or n in as_they_are else t.contiguous() for n, t in zip(self.inputs, values, strict=True)
+        }
+
+    def _config(self, tensors: Tensors) -> dict[str, Any]:
+        device = next(t.device for t in tensors.values() if t is not None)
+        return self.choose_config(self.candidate.bucket(tensors), device)
+
+    def _extra(self, saved: dict[str, Tensor]) -> tuple[str, ...]:
+        """Names of the saved tensors that are not outputs."""
+        return tuple(n for n in saved if n not in self.saved_outputs)
+
+    def _results(self, outputs: dict[str, Tensor], saved: dict[str, Tensor]) -> list[Tensor]:
+        return [outputs[n] for n in self.outputs] + [saved[n] for n in self._extra(saved)]
+
+    # ---- graph path -------------------------------------------------------------------------------------------
 
     def _register(self) -> None:
-        arguments = ", ".join(f"Tensor{'?' * (n in self._optional)} {n}" for n in self.inputs)
+        arguments = ", ".join(f"Tensor{'?' * (n not in self._required)} {n}" for n in self.inputs)
         forward = torch.library.custom_op(
             f"{NAMESPACE}::{self.name}", self._forward, mutates_args=(), schema=f"({arguments}) -> Tensor[]"
         )
@@ -127,65 +240,23 @@ class Operator:
         self._backward_op = getattr(torch.ops, NAMESPACE).__getattr__(f"{self.name}_backward").default
         self._definitions = (forward, backward)
 
-    # ---- forward ----------------------------------------------------------------------------------------------
-
     def _forward(self, *values: Tensor | None) -> list[Tensor]:
-        tensors = self._contiguous(values)
-        config = self._config(tensors)
-        outputs, saved = self.candidate.forward(tensors, config)
-        self._saved_names[_presence(tensors)] = self._extra(saved)
-        return _without_aliases(self._results(outputs, saved), [t for t in values if t is not None])
+        results, names, _ = self._run(values)
+        self._saved_names[_presence(values)] = names
+        return results
 
     def _fake_forward(self, *values: Tensor | None) -> list[Tensor]:
         tensors = self._contiguous(values)
         return self._results(*self.candidate.outputs_like(tensors, self._config(tensors)))
 
-    def _extra(self, saved: dict[str, Tensor]) -> tuple[str, ...]:
-        """Names of the saved tensors that are not outputs."""
-        return tuple(n for n in saved if n not in self.saved_outputs)
-
-    def _results(self, outputs: dict[str, Tensor], saved: dict[str, Tensor]) -> list[Tensor]:
-        return [outputs[n] for n in self.outputs] + [saved[n] for n in self._extra(saved)]
-
-    # ---- backward ---------------------------------------------------------------------------------------------
-
-    def _keep(self, ctx: Any, inputs: tuple[Tensor | None, ...], output: list[Tensor]) -> None:
-        # without this, autograd would fill the gradients of saved tensors with zeros
-        ctx.set_materialize_grads(False)
-        by_name = dict(zip(self.inputs, inputs, strict=True))
-        ctx.unread = {n: (t.shape, t.dtype, t.device) for n, t in by_name.items() if n in self.unread and t is not None}
-        kept = [None if n in self.unread else t for n, t in by_name.items()]
-        again = [output[self.outputs.index(n)] for n in self.saved_outputs]
-        ctx.save_for_backward(*kept, *again, *output[len(self.outputs) :])
-
     def _gradients(self, ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-        kept = ctx.saved_tensors
-        inputs, saved = list(kept[: len(self.inputs)]), list(kept[len(self.inputs) :])
+        inputs, saved = self._kept(ctx)
         upstream = list(grads[: len(self.outputs)])
-        for n, (shape, dtype, device) in ctx.unread.items():
-            # one element stands for all: backward only asks for the shape
-            inputs[self.inputs.index(n)] = torch.empty((), dtype=dtype, device=device).expand(shape)
-        wanted = {
-            n
-            for n, need, value in zip(self.inputs, ctx.needs_input_grad, inputs, strict=True)
-            if need and value is not None and n in self._differentiable
-        }
-        if not wanted or all(g is None for g in upstream):
+        sources = self._sources(inputs, ctx.needs_input_grad)
+        if not sources or all(g is None for g in upstream):
             return (None,) * len(self.inputs)
-        by_name = dict(zip(self.inputs, inputs, strict=True))
-        source = {n: self._gradient_source(n, by_name) for n in wanted}
-        computed = [n for n in self.inputs if n in source.values()]
-        results = self._backward_op(inputs, saved, upstream, [n in computed for n in self.inputs])
-        gradients = dict(zip(computed, results, strict=True))
-        return tuple(gradients[source[n]] if n in wanted else None for n in self.inputs)
-
-    def _gradient_source(self, name: str, tensors: Tensors) -> str:
-        """The input whose gradient equals that of ``name``: itself, unless the candidate says they are one tensor."""
-        other = self.shared.get(name)
-        mine, theirs = tensors[name], tensors[other] if other else None
-        if other is None or mine is None or theirs is None:
-            return name
-        return other if mine.dtype == theirs.dtype and mine.shape == theirs.shape else name
+        computed = [n in sources.values() for n in self.inputs]
+        return tuple(self._spread(sources, self._backward_op(inputs, saved, upstream, computed)))
 
     def _backward(
         self,
@@ -197,20 +268,8 @@ class Operator:
         tensors = self._contiguous(inputs, as_they_are=self.unread)
         config = self._config(tensors)
         names = self.saved_outputs + self._names_of_saved(tensors, config)
-        upstream = {n: None if g is None else g.contiguous() for n, g in zip(self.outputs, grads, strict=True)}
-        wanted = {n for n, need in zip(self.inputs, needs, strict=True) if need}
-        found = self.candidate.backward(
-            tensors, dict(zip(names, saved, strict=True)), upstream, frozenset(wanted), config
-        )
-        results = []
-        for n in self.inputs:
-            if n in wanted:
-                like = tensors[n]
-                assert like is not None
-                gradient = found.get(n)
-                results.append(like.new_zeros(like.shape) if gradient is None else gradient.to(like.dtype))
-        known = [t for t in (*inputs, *saved, *grads) if t is not None]
-        return _without_aliases(results, known)
+        wanted = frozenset(n for n, need in zip(self.inputs, needs, strict=True) if need)
+        return self._differentiate(tensors, dict(zip(names, saved, strict=True)), grads, wanted, config)
 
     def _fake_backward(
         self,
@@ -221,37 +280,63 @@ class Operator:
     ) -> list[Tensor]:
         return [t.new_empty(t.shape) for t, need in zip(inputs, needs, strict=True) if need and t is not None]
 
-    # ---- shared -----------------------------------------------------------------------------------------------
-
-    def _contiguous(self, values: Sequence[Tensor | None], as_they_are: frozenset[str] = frozenset()) -> Tensors:
-        return {
-            n: t if t is None or n in as_they_are else t.contiguous() for n, t in zip(self.inputs, values, strict=True)
-        }
-
-    def _config(self, tensors: Tensors) -> dict[str, Any]:
-        device = next(t.device for t in tensors.values() if t is not None)
-        return self.choose_config(self.candidate.bucket(tensors), device)
-
     def _names_of_saved(self, tensors: Tensors, config: dict[str, Any]) -> tuple[str, ...]:
-        key = _presence(tensors)
+        key = _presence(tuple(tensors.values()))
         if key not in self._saved_names:  # a compiled graph from another process may start with backward
             self._saved_names[key] = self._extra(self.candidate.outputs_like(tensors, config)[1])
         return self._saved_names[key]
 
 
-def _presence(tensors: Tensors) -> tuple[bool, ...]:
+class _Eager(torch.autograd.Function):
+    """The eager path: :class:`Operator`'s host functions called straight from autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, operator: Operator, *values: Tensor | None) -> tuple[Tensor, ...]:
+        results, names, config = operator._run(values)
+        operator._keep(ctx, values, results)
+        ctx.operator, ctx.config, ctx.names = operator, config, operator.saved_outputs + names
+        return tuple(results[: len(operator.outputs)])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        operator: Operator = ctx.operator
+        inputs, saved = operator._kept(ctx)
+        sources = operator._sources(inputs, ctx.needs_input_grad[1:])
+        if not sources or all(g is None for g in grads):
+            return (None,) * len(ctx.needs_input_grad)
+        tensors = operator._contiguous(inputs, as_they_are=operator.unread)
+        results = operator._differentiate(
+            tensors, dict(zip(ctx.names, saved, strict=True)), grads, frozenset(sources.values()), ctx.config
+        )
+        return None, *operator._spread(sources, results)
+
+
+def _is_watched(values: Sequence[Tensor | None]) -> bool:
+    """Whether somebody must see one operator call: a fake or meta tensor, a subclass, a torch mode, a transform."""
+    return (
+        any(t is not None and (type(t) not in _PLAIN or t.is_meta) for t in values)
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._len_torch_function_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )
+
+
+def _presence(values: Sequence[Tensor | None]) -> tuple[bool, ...]:
     """Which inputs are there: what a candidate saves depends on nothing else."""
-    return tuple(t is not None for t in tensors.values())
+    return tuple(t is not None for t in values)
 
 
-def _without_aliases(results: list[Tensor], known: list[Tensor]) -> list[Tensor]:
-    """Copies of those results that share memory with an input or an earlier result."""
-    seen = {t.untyped_storage().data_ptr() for t in known if t.numel()}
+def _without_aliases(results: list[Tensor], known: Sequence[Tensor | None]) -> list[Tensor]:
+    """Copies of those results that share memory with a known tensor or an earlier result."""
+    seen = {t.untyped_storage().data_ptr() for t in known if t is not None}
+    seen.discard(0)  # empty storages
     fresh = []
     for result in results:
         address = result.untyped_storage().data_ptr()
-        fresh.append(result.clone() if result.numel() and address in seen else result)
-        seen.add(address)
+        fresh.append(result.clone() if address in seen else result)
+        if address:
+            seen.add(address)
     return fresh
 
 

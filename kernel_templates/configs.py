@@ -129,7 +129,8 @@ class Chooser:
         Raises:
             LookupError: no table can serve the device.
         """
-        key = (device, *sorted((name, int(size)) for name, size in bucket.items()))
+        # a bucket always lists its sizes in the same order; int() for the symbolic sizes of a compiler
+        key = (device, *[(name, int(size)) for name, size in bucket.items()])
         if key not in self.choices:
             found = choose(self.tables, device_name(device), bucket)
             self.choices[key] = found

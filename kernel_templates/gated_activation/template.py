@@ -156,8 +156,8 @@ def outputs_like(tensors, spec, config):
 
 def tiling(width, rows, config):
     """Block of columns and number of programs."""
-    block = min(config["block"], triton.next_power_of_2(width))
-    return block, triton.cdiv(rows, config["rows"]) * triton.cdiv(width, block)
+    block = min(config["block"], 1 << (width - 1).bit_length())
+    return block, -(-rows // config["rows"]) * -(-width // block)
 
 
 def forward(tensors, spec, config):

@@ -168,7 +168,7 @@ def forward(tensors, spec, config):
     outputs, saved = outputs_like(tensors, spec, config)
     rows = saved["rstd"].numel()
     if rows > 0 and hidden > 0:
-        _forward_kernel[(triton.cdiv(rows, config["forward_rows"]),)](
+        _forward_kernel[(-(-rows // config["forward_rows"]),)](
             x,
             tensors["weight"] if spec.weighted else None,
             tensors["gate"] if spec.gate != "none" else None,
@@ -184,7 +184,7 @@ def forward(tensors, spec, config):
             GATE=spec.gate,
             RESIDUAL=spec.residual,
             ROWS=config["forward_rows"],
-            BLOCK_D=triton.next_power_of_2(hidden),
+            BLOCK_D=1 << (hidden - 1).bit_length(),
             num_warps=config["forward_warps"],
         )
     return outputs, saved
@@ -201,10 +201,10 @@ def backward(tensors, saved, grads, needs, spec, config):
         dy = h.new_zeros(h.shape)
     d_residual_out = grads["residual_out"] if spec.residual else None
     weight_gradient = spec.weighted and "weight" in needs
-    tiles = triton.cdiv(rows, config["backward_rows"])
+    tiles = -(-rows // config["backward_rows"])
     programs = min(tiles, config["backward_programs"])
 
-    dh = h.new_empty(h.shape)
+    dh = torch.empty_like(h)
     dgate = torch.empty_like(tensors["gate"]) if spec.gate != "none" else None
     dweight = h.new_empty((programs, hidden), dtype=torch.float32) if weight_gradient else None
     if rows > 0 and hidden > 0:
@@ -226,7 +226,7 @@ def backward(tensors, saved, grads, needs, spec, config):
             RESIDUAL_GRADIENT=d_residual_out is not None,
             WEIGHT_GRADIENT=weight_gradient,
             ROWS=config["backward_rows"],
-            BLOCK_D=triton.next_power_of_2(hidden),
+            BLOCK_D=1 << (hidden - 1).bit_length(),
             num_warps=config["backward_warps"],
         )
     gradients = {}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernel_templates.bind import bind, bind_template
 from kernel_templates.norm.op import op as norm_op
@@ -145,6 +147,78 @@ def test_compiled_equals_eager():
     compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
     for eager, graph in zip(gradients(step), gradients(compiled), strict=True):
         assert torch.equal(eager, graph)
+
+
+class _Names(TorchDispatchMode):
+    """Names of the operators that the dispatcher sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("frozen", [(), ("x",), ("weight",), ("x", "weight")])
+def test_both_paths_are_equal(residual, frozen):
+    """Plain tensors go straight to the kernels, watched ones through the custom op: the same bits and strides."""
+    run = norm_op(NormSpec(hidden=32, residual=residual, gate="silu"))
+    names = ("x", "weight", "gate") + ("residual",) * residual
+
+    def step() -> list[Tensor | None]:
+        torch.manual_seed(0)
+        tensors = {n: torch.randn((32,) if n == "weight" else (32, 6), dtype=torch.bfloat16) for n in names}
+        tensors = {n: t if n == "weight" else t.T for n, t in tensors.items()}
+        leaves = [t.requires_grad_(n not in frozen) for n, t in tensors.items()]
+        outputs = run(**tensors)
+        torch.autograd.backward(outputs, [torch.ones(6, 1, dtype=o.dtype).expand(6, 32) for o in outputs])
+        return [*outputs, *(t.grad for t in leaves)]
+
+    direct = step()
+    with _Names() as seen:
+        watched = step()
+    assert [n for n in seen.names if "onboard" in n] == [
+        f"onboard.{run.name}.default",
+        f"onboard.{run.name}_backward.default",
+    ]
+    for a, b in zip(direct, watched, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            assert a.dtype == b.dtype
+            assert a.stride() == b.stride()
+            assert torch.equal(a, b)
+
+
+def test_fake_and_meta_tensors_run_no_kernel(scale):
+    with FakeTensorMode():
+        y, z = scale(x=torch.empty(3, 4, requires_grad=True), a=torch.empty(4))
+        assert y.shape == z.shape == (3, 4)
+    (y, _) = scale(x=torch.empty(3, 4, device="meta"), a=torch.empty(4, device="meta"))
+    assert y.is_meta
+    y, _ = scale(x=torch.empty(3, 4, device="meta", requires_grad=True), a=torch.empty(4, device="meta"))
+    y.sum().backward()
+    assert SEEN == []
+
+
+def test_second_derivatives_are_refused(scale):
+    x = torch.randn(3, 4, requires_grad=True)
+    y, _ = scale(x=x, a=torch.ones(4, requires_grad=True))
+    (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.sum().backward()
+
+
+def test_a_saved_output_that_is_overwritten_is_noticed():
+    run = norm_op(NormSpec(hidden=16, residual=True))
+    x, residual = torch.randn(3, 16, requires_grad=True), torch.randn(3, 16)
+    y, total = run(x=x, weight=torch.ones(16), residual=residual)
+    with torch.no_grad():
+        total.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
 
 
 def test_opcheck():
