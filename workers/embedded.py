@@ -56,8 +56,10 @@ class Service:
         self.broker: Child | None = None
         if not settings.broker_url:
             self.broker = self._child("broker", broker_command(settings.broker_socket(), self.home), environment)
-        self.worker = self._child("worker", [sys.executable, "-m", "workers.run"], environment)
-        api = [sys.executable, "-m", "uvicorn", "api.app:create_app", "--factory", "--no-access-log"]
+        self.worker = self._child("worker", [sys.executable, "-P", "-m", "workers.run"], environment)
+        # -P and --app-dir: the folder where `serve` was started must not be able to shadow an import.
+        api = [sys.executable, "-P", "-m", "uvicorn", "api.app:create_app", "--factory", "--no-access-log"]
+        api += ["--app-dir", str(Path(__file__).parents[1])]
         api += ["--host", settings.host, "--port", str(settings.port), "--timeout-graceful-shutdown", "1"]
         self.api = self._child("api", api, environment, shows_output=True)
 

@@ -108,7 +108,7 @@ def run_here(step_id: int, folder: str) -> None:
 
 def run_afresh(step_id: int, folder: str) -> None:
     """Become a fresh interpreter that runs the step."""
-    os.execv(sys.executable, [sys.executable, "-m", "workers.step_main", str(step_id), folder])
+    os.execv(sys.executable, [sys.executable, "-P", "-m", "workers.step_main", str(step_id), folder])
 
 
 if __name__ == "__main__":

@@ -91,7 +91,7 @@ class StepHost:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", self.module, str(theirs.fileno()), str(os.getpid())],
+                [sys.executable, "-P", "-m", self.module, str(theirs.fileno()), str(os.getpid())],
                 pass_fds=(theirs.fileno(),),
                 env=self.environment,
                 stdin=subprocess.DEVNULL,

@@ -20,7 +20,7 @@ def run_parse(what: str, *, sequence_length: int, target: str, quiet: bool) -> d
     Raises:
         Problem: refused, as the stage said it.
     """
-    command = [sys.executable, "-m", "onboarding.local", what, str(sequence_length), target]
+    command = [sys.executable, "-P", "-m", "onboarding.local", what, str(sequence_length), target]
     with output.console(stderr=True).status("reading", spinner="dots") as status:
         child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         assert child.stdout is not None

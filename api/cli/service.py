@@ -33,7 +33,7 @@ def ensure_running(client: Client, settings: Settings) -> bool:
     # It may print the API key: for the owner's eyes only.
     with os.fdopen(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
         process = subprocess.Popen(
-            [sys.executable, "-m", "workers.embedded"],
+            [sys.executable, "-P", "-m", "workers.embedded"],
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,

@@ -164,4 +164,9 @@ def load(path: Path, dtype: torch.dtype, elements: int) -> Tensor:
 
 def same_bytes(a: Tensor, b: Tensor) -> bool:
     """Whether two storages hold the same bits (NaN equals itself)."""
-    return a.dtype == b.dtype and bool(torch.equal(a.cpu().view(torch.uint8), b.cpu().view(torch.uint8)))
+
+    def raw(t: Tensor) -> Tensor:
+        # A dimension of one element may keep any stride and still count as contiguous: copy into plain strides.
+        return t.detach().cpu().reshape(-1).clone(memory_format=torch.contiguous_format).view(torch.uint8)
+
+    return a.dtype == b.dtype and a.shape == b.shape and bool(torch.equal(raw(a), raw(b)))
