@@ -58,6 +58,7 @@ def activate(*, strict: bool | None = None) -> None:
         _patch_builder(stock)
         _patch_reductions(stock)
         _patch_execution(stock)
+        _remember_types(stock)
         stock.patched_by_onboard = True
     _active = True
 
@@ -343,3 +344,62 @@ def _patch_execution(stock: Any) -> None:
     stock._patch_lang_tensor = patch_tensor
     executor.__call__ = launch
     function.__call__ = call
+
+
+# ---- types -------------------------------------------------------------------------------------------------------
+
+
+def _remember_types(stock: Any) -> None:
+    """Shapes and types are worked out once a kind, not once a value: a third of an interpreted kernel's time.
+
+    Every operation makes a value whose type stock builds anew, with its name as text. What an object holds beyond
+    its own value depends on the type alone: it is copied from the first object of that type.
+    """
+    import triton.language as tl
+
+    core = tl.core
+    stock_block, stock_tensor, stock_numpy = core.block_type.__init__, core.tensor.__init__, stock._get_np_dtype
+    stock_tuple_type = core._type_for_tuple_values
+    blocks: dict[Any, dict[str, Any]] = {}
+    tensors: dict[str, dict[str, Any]] = {}
+    numpys: dict[str, Any] = {}
+    tuples: dict[Any, Any] = {}
+
+    def block_init(self: Any, element_ty: Any, shape: Any) -> None:
+        key = (element_ty.name, *[s.value if isinstance(s, core.constexpr) else s for s in shape])
+        facts = blocks.get(key)
+        if facts is None:
+            stock_block(self, element_ty, shape)
+            blocks[key] = {name: value for name, value in vars(self).items() if name != "element_ty"}
+            return
+        self.__dict__.update(facts)
+        self.element_ty = element_ty
+
+    def tensor_init(self: Any, handle: Any, type: Any) -> None:
+        facts = tensors.get(type.name)
+        if facts is None:
+            stock_tensor(self, handle, type)
+            tensors[type.name] = {n: v for n, v in vars(self).items() if n not in ("handle", "type", "dtype")}
+            return
+        self.__dict__.update(facts)
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+
+    def numpy_dtype(dtype: Any) -> Any:
+        found = numpys.get(dtype.name)
+        if found is None:
+            found = numpys[dtype.name] = stock_numpy(dtype)
+        return found
+
+    def tuple_type(values: Any, *fields: Any) -> Any:
+        """Of a shape: a tuple of constant integers without names; any other tuple as stock has it."""
+        if fields or not all(type(v) is core.constexpr and type(v.value) is int for v in values):
+            return stock_tuple_type(values, *fields)
+        key = tuple([v.value for v in values])
+        if key not in tuples:
+            tuples[key] = stock_tuple_type(values)
+        return tuples[key]
+
+    core.block_type.__init__ = block_init
+    core.tensor.__init__ = tensor_init
+    core._type_for_tuple_values = tuple_type
+    stock._get_np_dtype = numpy_dtype

@@ -183,3 +183,34 @@ def test_strict_refuses_products_that_a_gpu_refuses():
             _dot_kernel[(1,)](a, b, c, 4, 32, 64)
     finally:
         interpreter.activate(strict=False)
+
+
+def test_a_remembered_type_is_its_own():
+    """Types of one shape and name are built once; what makes each different stays."""
+    near, far = (tl.block_type(tl.pointer_type(tl.float32, space), [2, 4]) for space in (1, 3))
+    assert (near.element_ty.address_space, far.element_ty.address_space) == (1, 3)
+    assert near.shape == far.shape == tl.block_type(tl.int32, [tl.constexpr(2), 4]).shape
+    assert near != far
+    flat, turned = tl.block_type(tl.float32, [8]), tl.block_type(tl.float32, [4, 2])
+    assert [int(s) for s in flat.shape] == [8]
+    assert [int(s) for s in turned.shape] == [4, 2]
+    assert flat.numel == turned.numel == near.numel == 8
+    assert "fp32" in turned.name
+    assert turned.name != near.name
+
+
+@triton.jit
+def _shapes_kernel(x, out, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    at = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    tile = tl.load(x + at)
+    wide = tl.trans(tl.reshape(tile, (tile.shape[1], tile.shape[0])))
+    tl.store(out + at, (wide * tile.shape[0]).to(out.dtype.element_ty))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int32, BF16])
+def test_shapes_of_remembered_types(dtype):
+    for rows, columns in ((2, 8), (8, 2), (4, 4), (2, 8)):
+        x = torch.arange(16).to(dtype).reshape(rows, columns)
+        out = torch.empty_like(x)
+        _shapes_kernel[(1,)](x, out, ROWS=rows, COLUMNS=columns)
+        assert torch.equal(out, x.reshape(columns, rows).T * rows)
