@@ -51,8 +51,9 @@ def loss_curves(curves: Curves, *, width: int = 640, height: int = 280) -> str:
             x="step:Q",
             y=alt.Y("loss:Q", scale=alt.Scale(zero=False)),
             color=alt.Color("run:N", scale=scale, title=None),
+            # the same field and title as the colour, so that both share one legend
             strokeDash=alt.StrokeDash(
-                "run:N", scale=alt.Scale(domain=["reference", "candidate"], range=[[1, 0], [5, 4]]), legend=None
+                "run:N", title=None, scale=alt.Scale(domain=["reference", "candidate"], range=[[1, 0], [5, 4]])
             ),
         )
     )

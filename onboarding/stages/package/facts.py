@@ -103,7 +103,7 @@ def _not_measured(kernels: list[Kernel], align: AlignResult) -> list[str]:
     if any(k.shipped and k.verdict is not None and k.verdict.level == "interpreted" for k in kernels):
         sentences.append(
             "Kernels were judged on Triton's interpreter on a CPU: their numerics are proven, their compiled code is "
-            "not. On a GPU the bundle re-judges them before use."
+            "not. On a GPU the bundle refuses them until they were judged there."
         )
     if any(k.shipped and k.tuned is None for k in kernels):
         sentences.append("No kernel was timed or tuned: there was no GPU. Shipped configurations are the family's.")

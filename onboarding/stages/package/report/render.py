@@ -9,6 +9,7 @@ from markupsafe import Markup
 
 from onboarding.pictures.charts import layer_errors, loss_curves, time_shares
 from onboarding.pictures.strip import colours, layer_strip
+from onboarding.stages.judge.result import JudgeResult
 from onboarding.stages.package.facts import Facts
 
 
@@ -21,7 +22,7 @@ def render_report(facts: Facts, *, bundle_name: str) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(si=si, percent=percent, ms=milliseconds, dictvalues=lambda d: list(d.values()))
+    environment.filters.update(si=si, percent=percent, ms=milliseconds, weakest=weakest_fault)
     architecture = facts.parse.architecture
     return environment.get_template("report.html.j2").render(
         facts=facts,
@@ -48,11 +49,24 @@ def verdict_paragraph(facts: Facts) -> str:
     curve = "inside its band" if align.inside_band else "outside its band"
     return (
         f"{a.name} ({si(a.census.total)} parameters, {si(a.census.active)} active) has {len(facts.gaps.gaps)} "
-        f"operators without a fast provider, {percent(_gap_share(facts))} of the projected step. {shipped} of them ship with a "
-        f"kernel that the judge accepted (level: {level}; worst error {worst:.2f} of its tolerance). On the reduced "
-        f"twin every layer stays within {align.worst_share:.2f} of its tolerance, and the loss curve over "
+        f"operators without a fast provider, {percent(_gap_share(facts))} of the projected step. {shipped} of them "
+        f"ship with a kernel that the judge accepted (level: {level}; worst error {worst:.2f} of its tolerance). On the "
+        f"reduced twin every layer stays within {align.worst_share:.2f} of its tolerance, and the loss curve over "
         f"{len(align.curves.steps)} steps is {curve} (p = {align.p_value:.2f})."
     )
+
+
+def weakest_fault(verdict: JudgeResult) -> float:
+    """How clearly the judge would have seen a planted fault in the tensor where faults are hardest to see.
+
+    For each output and gradient the case that tells a fault most clearly counts (a result that is all zeros tells
+    nothing and is proven by the others); of these the smallest, in multiples of the tolerance.
+    """
+    clearest: dict[str, float] = {}
+    for case in verdict.cases:
+        for tensor, share in case.sensitivity.items():
+            clearest[tensor] = max(clearest.get(tensor, 0.0), share)
+    return min(clearest.values(), default=0.0)
 
 
 def _gap_share(facts: Facts) -> float:
@@ -73,5 +87,7 @@ def percent(value: float) -> str:
 
 
 def milliseconds(value: float) -> str:
-    """A time in ms with three significant digits."""
+    """A time with three significant digits, in ms or, from one second, in s."""
+    if value >= 1000:
+        return f"{value / 1000:.3g} s"
     return f"{value:.3g} ms"
