@@ -50,8 +50,8 @@ def verdict_paragraph(facts: Facts) -> str:
     return (
         f"{a.name} ({si(a.census.total)} parameters, {si(a.census.active)} active) has {len(facts.gaps.gaps)} "
         f"operators without a fast provider, {percent(_gap_share(facts))} of the projected step. {shipped} of them "
-        f"ship with a kernel that the judge accepted (level: {level}; worst error {worst:.2f} of its tolerance). On the "
-        f"reduced twin every layer stays within {align.worst_share:.2f} of its tolerance, and the loss curve over "
+        f"ship with a kernel that the judge accepted (level: {level}; worst error {worst:.2f} of its tolerance). On "
+        f"the reduced twin every layer stays within {align.worst_share:.2f} of its tolerance, and the loss curve over "
         f"{len(align.curves.steps)} steps is {curve} (p = {align.p_value:.2f})."
     )
 
