@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from onboarding.stages.align import bisect, compare, curves
+from onboarding.stages.align.result import LayerError
 from onboarding.stages.align.widen import widened
 
 
@@ -43,7 +44,7 @@ def test_the_band_is_the_widest_difference_so_far_and_never_below_the_floor() ->
     assert not curves.inside([4.0, 3.0, 2.0, math.nan], runs[0], widths)
 
 
-def row(actual: torch.Tensor | None, low: torch.Tensor, high: torch.Tensor) -> compare.LayerError:
+def row(actual: torch.Tensor | None, low: torch.Tensor, high: torch.Tensor) -> LayerError:
     candidate = {} if actual is None else {"output.model.layers.1": actual}
     (found,) = compare.compare_layers(
         candidate, [{"output.model.layers.1": low}], {"output.model.layers.1": high}, torch.float32, ["K", "M"]

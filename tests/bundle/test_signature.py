@@ -83,9 +83,7 @@ def test_intact_bundle_verifies_and_names_its_key(bundle: Path, tmp_path: Path) 
         (lambda b: (b / verifier.SIGNATURE).write_text("zz"), "not hexadecimal"),
         (lambda b: (b / verifier.SIGNATURE).unlink(), "is missing"),
         (
-            lambda b: (b / verifier.MANIFEST).write_text(
-                (b / verifier.MANIFEST).read_text().replace("a", "b", 1)
-            ),
+            lambda b: (b / verifier.MANIFEST).write_text((b / verifier.MANIFEST).read_text().replace("a", "b", 1)),
             "does not match its signature",
         ),
     ],
@@ -104,13 +102,9 @@ def test_another_trusted_key_refuses(bundle: Path) -> None:
 def test_verifier_runs_alone(bundle: Path, tmp_path: Path) -> None:
     script = tmp_path / "verify.py"
     script.write_bytes(Path(verifier.__file__).read_bytes())
-    run = subprocess.run(
-        [sys.executable, "-I", str(script), str(bundle)], capture_output=True, text=True, check=False
-    )
+    run = subprocess.run([sys.executable, "-I", str(script), str(bundle)], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     (bundle / "extra").write_text("")
-    run = subprocess.run(
-        [sys.executable, "-I", str(script), str(bundle)], capture_output=True, text=True, check=False
-    )
+    run = subprocess.run([sys.executable, "-I", str(script), str(bundle)], capture_output=True, text=True, check=False)
     assert run.returncode == 1
     assert "extra was added" in run.stderr

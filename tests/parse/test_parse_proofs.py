@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -64,14 +65,14 @@ class StoppedGradient(Norm):
 
 
 class Gated(Norm):
-    def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         return self.weight * self.scaled(x) * F.silu(gate)
 
 
 class GateBefore(Norm):
     """Mamba-2's order: the gate goes in before the norm."""
 
-    def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         return self.weight * self.scaled(x * F.silu(gate))
 
 
@@ -101,7 +102,12 @@ def test_layer_norm_is_not_rms_norm() -> None:
 
 @pytest.mark.parametrize("name", ["silu", "gelu", "relu", "sigmoid"])
 def test_activations_are_read_off_their_values(name: str) -> None:
-    function = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu, "sigmoid": torch.sigmoid}[name]
+    function: Callable[[torch.Tensor], torch.Tensor] = {
+        "silu": F.silu,
+        "gelu": F.gelu,
+        "relu": F.relu,
+        "sigmoid": torch.sigmoid,
+    }[name]
     flags = probe_gate(lambda gate, up: function(gate) * up)
     assert flags is not None
     assert (flags.activation, flags.limit, flags.alpha, flags.up_offset) == (name, None, 1.0, 0.0)
@@ -130,7 +136,8 @@ class Mlp(nn.Module):
         self.act_fn = nn.SiLU()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+        y: torch.Tensor = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+        return y
 
 
 class OtherNames(nn.Module):
@@ -141,7 +148,8 @@ class OtherNames(nn.Module):
         self.w3, self.w1, self.w2 = nn.Linear(64, 160), nn.Linear(64, 160), nn.Linear(160, 64)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.w2(F.gelu(self.w1(x)) * self.w3(x))
+        y: torch.Tensor = self.w2(F.gelu(self.w1(x)) * self.w3(x))
+        return y
 
 
 class Joined(nn.Module):
@@ -151,7 +159,8 @@ class Joined(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        return self.down_proj(up * F.silu(gate))
+        y: torch.Tensor = self.down_proj(up * F.silu(gate))
+        return y
 
 
 class Scaled(Mlp):
