@@ -102,12 +102,13 @@ def test_layer_norm_is_not_rms_norm() -> None:
 
 @pytest.mark.parametrize("name", ["silu", "gelu", "relu", "sigmoid"])
 def test_activations_are_read_off_their_values(name: str) -> None:
-    function: Callable[[torch.Tensor], torch.Tensor] = {
+    functions: dict[str, Callable[..., torch.Tensor]] = {
         "silu": F.silu,
         "gelu": F.gelu,
         "relu": F.relu,
         "sigmoid": torch.sigmoid,
-    }[name]
+    }
+    function = functions[name]
     flags = probe_gate(lambda gate, up: function(gate) * up)
     assert flags is not None
     assert (flags.activation, flags.limit, flags.alpha, flags.up_offset) == (name, None, 1.0, 0.0)
