@@ -76,6 +76,7 @@ class Group:
         parent = mount / own.lstrip("/")
         if not parent.is_dir():  # seen from inside a container, the own path belongs to the host's view
             parent = mount
+        _sweep(parent)
         folder = parent / name
         folder.mkdir()
         self.folders.append(folder)
@@ -125,3 +126,11 @@ class Group:
                     break
                 except OSError:
                     time.sleep(0.01)
+
+
+def _sweep(parent: Path) -> None:
+    """Remove groups whose maker was killed before it could; a group with members stays, the kernel sees to that."""
+    for stale in parent.glob("onboard-*-*"):
+        if not Path("/proc", stale.name.split("-")[1]).exists():
+            with contextlib.suppress(OSError):
+                stale.rmdir()

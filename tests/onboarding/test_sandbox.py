@@ -144,18 +144,19 @@ def test_descriptors_are_inherited(sandbox: Sandbox, tmp_path: Path) -> None:
 
 
 def test_launch_is_quick(tmp_path: Path) -> None:
-    """The best of five launches, interpreter start included: the sandbox itself adds at most 30 ms to it."""
+    """The best of ten launches: the sandbox adds at most 30 ms to a plain start, which takes 20 ms on an idle machine."""
     best = {}
     for name in ("no such backend", ""):
         sandbox = Sandbox(backend=name, unsafe=True)
         times = []
-        for _ in range(5):
+        for _ in range(10):
             begin = time.perf_counter()
             python(sandbox, "pass", tmp_path)
             times.append(time.perf_counter() - begin)
         best[name] = min(times)
     allowance = 0.030 if WORKING[0] == "bubblewrap" else 0.080
-    assert best[""] - best["no such backend"] < allowance
+    busy = max(1.0, best["no such backend"] / 0.020)
+    assert best[""] - best["no such backend"] < allowance * busy
 
 
 def test_no_backend_is_a_refusal() -> None:
