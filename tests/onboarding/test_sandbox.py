@@ -144,7 +144,7 @@ def test_descriptors_are_inherited(sandbox: Sandbox, tmp_path: Path) -> None:
 
 
 def test_launch_is_quick(tmp_path: Path) -> None:
-    """The best of ten launches: the sandbox adds at most 30 ms to a plain start, which takes 20 ms on an idle machine."""
+    """Best of ten: the sandbox adds at most 30 ms to a plain start, which takes 20 ms on an idle machine."""
     best = {}
     for name in ("no such backend", ""):
         sandbox = Sandbox(backend=name, unsafe=True)
