@@ -19,6 +19,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kernel_templates.tl_ops import activation, activation_and_slope
+
 # ---- routing ---------------------------------------------------------------------------------------------------
 
 
@@ -113,36 +115,6 @@ def _join_pairs(gate, up, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, INTERLEA
 
 
 @triton.jit
-def _activation(x, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr):
-    """act(x) and its slope, in fp32; comparisons are written so that NaN passes through."""
-    if ACTIVATION == "silu":
-        sigmoid = tl.sigmoid(ALPHA * x)
-        value = x * sigmoid
-        slope = sigmoid + ALPHA * value * (1 - sigmoid)
-    elif ACTIVATION == "gelu":
-        half = 0.5 + 0.5 * tl.erf(x * 0.7071067811865476)
-        value = x * half
-        slope = half + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
-    elif ACTIVATION == "gelu_tanh":
-        # 0.5 (1 + tanh(z)) is sigmoid(2 z)
-        sigmoid = tl.sigmoid(1.5957691216057308 * x * (1 + 0.044715 * x * x))
-        value = x * sigmoid
-        slope = sigmoid + value * (1 - sigmoid) * 1.5957691216057308 * (1 + 0.134145 * x * x)
-    elif ACTIVATION == "sigmoid":
-        value = tl.sigmoid(x)
-        slope = value * (1 - value)
-    elif ACTIVATION == "relu":
-        value = tl.where(x <= 0, 0.0, x)
-        slope = tl.where(x <= 0, 0.0, 1.0)
-    else:
-        tl.static_assert(ACTIVATION == "relu2")
-        positive = tl.where(x <= 0, 0.0, x)
-        value = positive * positive
-        slope = 2 * positive
-    return value, slope
-
-
-@triton.jit
 def _mark_clamped(h_MN, feature, WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr, LIMIT: tl.constexpr):
     """h with clamped values at twice the limit, so that rounding to the storage dtype cannot move one across it.
 
@@ -164,8 +136,7 @@ def _gated(
     if LIMIT is not None:
         gate = tl.where(gate > LIMIT, LIMIT, gate)
         up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
-    value, _ = _activation(gate, ACTIVATION, ALPHA)
-    return value * (up + UP_OFFSET)
+    return activation(gate, ACTIVATION, ALPHA) * (up + UP_OFFSET)
 
 
 @triton.jit
@@ -178,7 +149,7 @@ def _gated_backward(
     if LIMIT is not None:
         clipped_gate = tl.where(gate > LIMIT, LIMIT, gate)
         clipped_up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
-    value, slope = _activation(clipped_gate, ACTIVATION, ALPHA)
+    value, slope = activation_and_slope(clipped_gate, ACTIVATION, ALPHA)
     dgate = da * slope * (clipped_up + UP_OFFSET)
     dup = da * value
     if LIMIT is not None:
@@ -217,26 +188,18 @@ def _row_tile_product(
 
 
 @triton.jit
-def _up_kernel(
-    x, gate_up, bias, slot_of_row, offsets, tile_expert, tile_row, h, a,
+def _up_tile(
+    x, gate_up, bias, slot_of_row, h, a, expert, tile, start, end,
     K: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, W_FEATURE: tl.constexpr, W_DEPTH: tl.constexpr,
     BIAS: tl.constexpr, INTERLEAVED: tl.constexpr,
     ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """h = gather(x) W1^T (+ b1) [R, 2I], a = gated(h) [R, I]. BLOCK_N counts gate/up pairs."""
-    TILES_N: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
-    program = tl.program_id(0)
-    expert = tl.load(tile_expert + program // TILES_N)
-    if expert < 0:
-        return
-    tile = program % TILES_N
-    start = tl.load(tile_row + program // TILES_N)
-    row = start + tl.arange(0, BLOCK_M)
-    exists = row < tl.load(offsets + expert + 1)
+    """One tile of :func:`_up_kernel`: rows from ``start`` on, gate/up pairs of feature tile ``tile``."""
+    here = tl.arange(0, BLOCK_M)
+    exists = start + here < end
     # rows past the expert's last are computed from its first row and not stored
-    safe = tl.where(exists, row, start)
-    token = tl.load(slot_of_row + safe) // K
+    token = tl.load(slot_of_row + tl.where(exists, start + here, start)) // K
     feature, present = _gate_up_features(tile, WIDTH, BLOCK_N, INTERLEAVED)
     weight = gate_up + expert.to(tl.int64) * (2 * WIDTH * D)
     h_MN = _row_tile_product(
@@ -245,13 +208,13 @@ def _up_kernel(
     )  # fmt: skip
     if BIAS:
         h_MN += tl.load(bias + expert * (2 * WIDTH) + feature, mask=present, other=0.0).to(tl.float32)[None, :]
-    wide = row.to(tl.int64)
     if LIMIT is None:
         kept_MN = h_MN
     else:
         kept_MN = _mark_clamped(h_MN, feature, WIDTH, INTERLEAVED, LIMIT)
+    # a scalar base and 32-bit offsets: 64-bit ones of a whole tile would take twice the registers
     tl.store(
-        h + wide[:, None] * (2 * WIDTH) + feature[None, :],
+        h + start.to(tl.int64) * (2 * WIDTH) + (here[:, None] * (2 * WIDTH) + feature[None, :]),
         kept_MN.to(h.dtype.element_ty),
         mask=exists[:, None] & present[None, :],
     )
@@ -259,30 +222,61 @@ def _up_kernel(
     a_MN = _gated(gate_MN, up_MN, ACTIVATION, ALPHA, LIMIT, UP_OFFSET)
     column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     tl.store(
-        a + wide[:, None] * WIDTH + column[None, :],
+        a + start.to(tl.int64) * WIDTH + (here[:, None] * WIDTH + column[None, :]),
         a_MN.to(a.dtype.element_ty),
         mask=exists[:, None] & (column < WIDTH)[None, :],
     )
 
 
 @triton.jit
-def _rows_kernel(
-    a, weight, bias, offsets, tile_expert, tile_row, out,
-    DEPTH: tl.constexpr, N: tl.constexpr, W_FEATURE: tl.constexpr, W_DEPTH: tl.constexpr, BIAS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+def _up_kernel(
+    x, gate_up, bias, slot_of_row, offsets, tile_expert, tile_row, h, a,
+    K: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, W_FEATURE: tl.constexpr, W_DEPTH: tl.constexpr,
+    BIAS: tl.constexpr, INTERLEAVED: tl.constexpr,
+    ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TAIL_M: tl.constexpr,
 ):  # fmt: skip
-    """out[r] = W_e a[r] (+ b_e), rows in sorted order: a [R, DEPTH], out [R, N]."""
-    TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    """h = gather(x) W1^T (+ b1) [R, 2I], a = gated(h) [R, I]. BLOCK_N counts gate/up pairs.
+
+    Where TAIL_M < BLOCK_M, an expert's last tile is that small if its rows fit.
+    """
+    TILES_N: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
     program = tl.program_id(0)
     expert = tl.load(tile_expert + program // TILES_N)
     if expert < 0:
         return
     tile = program % TILES_N
     start = tl.load(tile_row + program // TILES_N)
-    row = start + tl.arange(0, BLOCK_M)
-    exists = row < tl.load(offsets + expert + 1)
+    end = tl.load(offsets + expert + 1)
+    if TAIL_M < BLOCK_M:
+        if end - start <= TAIL_M:
+            _up_tile(
+                x, gate_up, bias, slot_of_row, h, a, expert, tile, start, end, K, D, WIDTH, W_FEATURE, W_DEPTH,
+                BIAS, INTERLEAVED, ACTIVATION, ALPHA, LIMIT, UP_OFFSET, TAIL_M, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
+        else:
+            _up_tile(
+                x, gate_up, bias, slot_of_row, h, a, expert, tile, start, end, K, D, WIDTH, W_FEATURE, W_DEPTH,
+                BIAS, INTERLEAVED, ACTIVATION, ALPHA, LIMIT, UP_OFFSET, BLOCK_M, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
+    else:
+        _up_tile(
+            x, gate_up, bias, slot_of_row, h, a, expert, tile, start, end, K, D, WIDTH, W_FEATURE, W_DEPTH,
+            BIAS, INTERLEAVED, ACTIVATION, ALPHA, LIMIT, UP_OFFSET, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+
+
+@triton.jit
+def _rows_tile(
+    a, weight, bias, out, expert, tile, start, end,
+    DEPTH: tl.constexpr, N: tl.constexpr, W_FEATURE: tl.constexpr, W_DEPTH: tl.constexpr, BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """One tile of :func:`_rows_kernel`: rows from ``start`` on, features of feature tile ``tile``."""
+    here = tl.arange(0, BLOCK_M)
+    exists = start + here < end
     # rows past the expert's last are computed from its first row and not stored
-    safe = tl.where(exists, row, start)
+    safe = tl.where(exists, start + here, start)
     feature = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     present = feature < N
     out_MN = _row_tile_product(
@@ -292,26 +286,60 @@ def _rows_kernel(
     if BIAS:
         out_MN += tl.load(bias + expert * N + feature, mask=present, other=0.0).to(tl.float32)[None, :]
     tl.store(
-        out + row.to(tl.int64)[:, None] * N + feature[None, :],
+        out + start.to(tl.int64) * N + (here[:, None] * N + feature[None, :]),
         out_MN.to(out.dtype.element_ty),
         mask=exists[:, None] & present[None, :],
     )
 
 
 @triton.jit
-def _hidden_grad_columns(
-    da_MN, tile, row, exists, score, h, dh, weighted_a,
+def _rows_kernel(
+    a, weight, bias, offsets, tile_expert, tile_row, out,
+    DEPTH: tl.constexpr, N: tl.constexpr, W_FEATURE: tl.constexpr, W_DEPTH: tl.constexpr, BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TAIL_M: tl.constexpr,
+):  # fmt: skip
+    """out[r] = W_e a[r] (+ b_e), rows in sorted order: a [R, DEPTH], out [R, N]; TAIL_M as in :func:`_up_kernel`."""
+    TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    program = tl.program_id(0)
+    expert = tl.load(tile_expert + program // TILES_N)
+    if expert < 0:
+        return
+    tile = program % TILES_N
+    start = tl.load(tile_row + program // TILES_N)
+    end = tl.load(offsets + expert + 1)
+    if TAIL_M < BLOCK_M:
+        if end - start <= TAIL_M:
+            _rows_tile(
+                a, weight, bias, out, expert, tile, start, end,
+                DEPTH, N, W_FEATURE, W_DEPTH, BIAS, TAIL_M, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
+        else:
+            _rows_tile(
+                a, weight, bias, out, expert, tile, start, end,
+                DEPTH, N, W_FEATURE, W_DEPTH, BIAS, BLOCK_M, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
+    else:
+        _rows_tile(
+            a, weight, bias, out, expert, tile, start, end,
+            DEPTH, N, W_FEATURE, W_DEPTH, BIAS, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+
+
+@triton.jit
+def _hidden_grad_part(
+    da_MN, tile, start, row, exists, score, h, dh, weighted_a,
     WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr,
     ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
     NEED_DH: tl.constexpr, NEED_A: tl.constexpr, NEED_SCORES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Stores dh and s a for the columns of one tile of da' [BLOCK_M, BLOCK_N]; returns <da', a> by row."""
-    wide = row.to(tl.int64)
     feature, features_present = _gate_up_features(tile, WIDTH, BLOCK_N, INTERLEAVED)
-    h_at = wide[:, None] * (2 * WIDTH) + feature[None, :]
+    # a scalar base and 32-bit offsets: 64-bit ones of a whole tile would take twice the registers
+    h_base = start.to(tl.int64) * (2 * WIDTH)
+    h_at = (row - start)[:, None] * (2 * WIDTH) + feature[None, :]
     h_mask = exists[:, None] & features_present[None, :]
-    h_MN = tl.load(h + h_at, mask=h_mask, other=0.0).to(tl.float32)
+    h_MN = tl.load(h + h_base + h_at, mask=h_mask, other=0.0).to(tl.float32)
     gate_MN, up_MN = _split_pairs(h_MN, BLOCK_M, BLOCK_N, INTERLEAVED)
     dot_M = tl.zeros((BLOCK_M,), tl.float32)
     if NEED_A or NEED_SCORES:
@@ -321,14 +349,43 @@ def _hidden_grad_columns(
         if NEED_SCORES:
             dot_M = tl.sum(tl.where(inside, da_MN * a_MN, 0.0), 1)
         if NEED_A:
-            a_at = weighted_a + wide[:, None] * WIDTH + column[None, :]
-            tl.store(a_at, (score[:, None] * a_MN).to(weighted_a.dtype.element_ty), mask=inside)
+            a_at = (row - start)[:, None] * WIDTH + column[None, :]
+            weighted_MN = (score[:, None] * a_MN).to(weighted_a.dtype.element_ty)
+            tl.store(weighted_a + start.to(tl.int64) * WIDTH + a_at, weighted_MN, mask=inside)
     if NEED_DH:
         dgate_MN, dup_MN = _gated_backward(
             score[:, None] * da_MN, gate_MN, up_MN, ACTIVATION, ALPHA, LIMIT, UP_OFFSET
         )  # fmt: skip
         dh_MN = _join_pairs(dgate_MN, dup_MN, BLOCK_M, BLOCK_N, INTERLEAVED)
-        tl.store(dh + h_at, dh_MN.to(dh.dtype.element_ty), mask=h_mask)
+        tl.store(dh + h_base + h_at, dh_MN.to(dh.dtype.element_ty), mask=h_mask)
+    return dot_M
+
+
+@triton.jit
+def _hidden_grad_columns(
+    da_MN, tile, start, row, exists, score, h, dh, weighted_a,
+    WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr,
+    ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
+    NEED_DH: tl.constexpr, NEED_A: tl.constexpr, NEED_SCORES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """:func:`_hidden_grad_part` of a tile in PARTS (1, 2, 4, ...) column blocks, one after the other."""
+    if PARTS == 1:
+        dot_M = _hidden_grad_part(
+            da_MN, tile, start, row, exists, score, h, dh, weighted_a, WIDTH, INTERLEAVED,
+            ACTIVATION, ALPHA, LIMIT, UP_OFFSET, NEED_DH, NEED_A, NEED_SCORES, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
+    else:
+        HALF: tl.constexpr = BLOCK_N // 2
+        left_MN, right_MN = tl.split(tl.permute(tl.reshape(da_MN, (BLOCK_M, 2, HALF)), (0, 2, 1)))
+        dot_M = _hidden_grad_columns(
+            left_MN, 2 * tile, start, row, exists, score, h, dh, weighted_a, WIDTH, INTERLEAVED,
+            ACTIVATION, ALPHA, LIMIT, UP_OFFSET, NEED_DH, NEED_A, NEED_SCORES, BLOCK_M, HALF, PARTS // 2,
+        )  # fmt: skip
+        dot_M += _hidden_grad_columns(
+            right_MN, 2 * tile + 1, start, row, exists, score, h, dh, weighted_a, WIDTH, INTERLEAVED,
+            ACTIVATION, ALPHA, LIMIT, UP_OFFSET, NEED_DH, NEED_A, NEED_SCORES, BLOCK_M, HALF, PARTS // 2,
+        )  # fmt: skip
     return dot_M
 
 
@@ -339,22 +396,28 @@ def _hidden_grad_kernel(
     INTERLEAVED: tl.constexpr,
     ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
     NEED_DH: tl.constexpr, NEED_A: tl.constexpr, NEED_SCORES: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, HALVES: tl.constexpr,
+    TABLE_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """da' = gather(dy) W2 stays in registers; writes dh [R, 2I], s a [R, I] and partial sums of <da', a> [tiles, R].
 
-    With HALVES the epilogue takes the tile's columns in two parts: the whole tile needs more registers than there are.
+    The tiles of the table, of TABLE_M rows, are cut into tiles of BLOCK_M: epilogues of small ones overlap with
+    products. An epilogue takes its columns in PARTS: all of them need more registers than there are.
     """
     TILES_N: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
-    HALF: tl.constexpr = BLOCK_N // 2
+    CUTS: tl.constexpr = TABLE_M // BLOCK_M
     program = tl.program_id(0)
-    expert = tl.load(tile_expert + program // TILES_N)
+    entry = program // (TILES_N * CUTS)
+    expert = tl.load(tile_expert + entry)
     if expert < 0:
         return
-    tile = program % TILES_N
-    start = tl.load(tile_row + program // TILES_N)
+    # cuts of one tile are neighbours: they read the same weights
+    tile = program % (TILES_N * CUTS) // CUTS
+    start = tl.load(tile_row + entry) + program % CUTS * BLOCK_M
+    end = tl.load(offsets + expert + 1)
+    if start >= end:
+        return
     row = start + tl.arange(0, BLOCK_M)
-    exists = row < tl.load(offsets + expert + 1)
+    exists = row < end
     slot = tl.load(slot_of_row + tl.where(exists, row, start))
     column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     da_MN = _row_tile_product(
@@ -363,23 +426,30 @@ def _hidden_grad_kernel(
         D, W_DEPTH, BLOCK_M, BLOCK_N, BLOCK_K, WIDTH % BLOCK_N == 0,
     )  # fmt: skip
     score = tl.load(scores + slot).to(tl.float32)
-    if HALVES:
-        left_MN, right_MN = tl.split(tl.permute(tl.reshape(da_MN, (BLOCK_M, 2, HALF)), (0, 2, 1)))
-        dot_M = _hidden_grad_columns(
-            left_MN, 2 * tile, row, exists, score, h, dh, weighted_a, WIDTH, INTERLEAVED,
-            ACTIVATION, ALPHA, LIMIT, UP_OFFSET, NEED_DH, NEED_A, NEED_SCORES, BLOCK_M, HALF,
-        )  # fmt: skip
-        dot_M += _hidden_grad_columns(
-            right_MN, 2 * tile + 1, row, exists, score, h, dh, weighted_a, WIDTH, INTERLEAVED,
-            ACTIVATION, ALPHA, LIMIT, UP_OFFSET, NEED_DH, NEED_A, NEED_SCORES, BLOCK_M, HALF,
-        )  # fmt: skip
-    else:
-        dot_M = _hidden_grad_columns(
-            da_MN, tile, row, exists, score, h, dh, weighted_a, WIDTH, INTERLEAVED,
-            ACTIVATION, ALPHA, LIMIT, UP_OFFSET, NEED_DH, NEED_A, NEED_SCORES, BLOCK_M, BLOCK_N,
-        )  # fmt: skip
+    dot_M = _hidden_grad_columns(
+        da_MN, tile, start, row, exists, score, h, dh, weighted_a, WIDTH, INTERLEAVED,
+        ACTIVATION, ALPHA, LIMIT, UP_OFFSET, NEED_DH, NEED_A, NEED_SCORES, BLOCK_M, BLOCK_N, PARTS,
+    )  # fmt: skip
     if NEED_SCORES:
         tl.store(partial + tile.to(tl.int64) * slots + row, dot_M, mask=exists)
+
+
+# ---- copies ----------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _spread_kernel(
+    source, slot_of_row, offsets, out,
+    E: tl.constexpr, K: tl.constexpr, D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """out[r] = source[token of row r]."""
+    row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    exists = row < tl.load(offsets + E)
+    token = tl.load(slot_of_row + row, mask=exists, other=0) // K
+    inside = exists[:, None] & (d < D)[None, :]
+    value_RD = tl.load(source + token.to(tl.int64)[:, None] * D + d[None, :], mask=inside, other=0.0)
+    tl.store(out + row.to(tl.int64)[:, None] * D + d[None, :], value_RD, mask=inside)
 
 
 # ---- sums over an expert's rows --------------------------------------------------------------------------------
@@ -401,7 +471,8 @@ def _weight_grad_kernel(
     program = tl.program_id(0)
     expert = program // (TILES_P * TILES_Q)
     local = program % (TILES_P * TILES_Q)
-    p = (local % TILES_P) * BLOCK_P + tl.arange(0, BLOCK_P)
+    first_p = (local % TILES_P) * BLOCK_P
+    p = first_p + tl.arange(0, BLOCK_P)
     q = (local // TILES_P) * BLOCK_Q + tl.arange(0, BLOCK_Q)
     p_exists = p < P
     q_exists = q < Q
@@ -411,13 +482,12 @@ def _weight_grad_kernel(
     for first in range(start, end, BLOCK_R):
         row = first + tl.arange(0, BLOCK_R)
         exists = row < end
-        token = tl.load(slot_of_row + row, mask=exists, other=0) // K
         left_row = row
         right_row = row
         if GATHER_LEFT:
-            left_row = token
+            left_row = tl.load(slot_of_row + row, mask=exists, other=0) // K
         if GATHER_RIGHT:
-            right_row = token
+            right_row = tl.load(slot_of_row + row, mask=exists, other=0) // K
         left_PR = tl.load(
             left + left_row.to(tl.int64)[None, :] * P + p[:, None],
             mask=exists[None, :] & p_exists[:, None],
@@ -430,7 +500,7 @@ def _weight_grad_kernel(
         )
         acc_PQ = tl.dot(left_PR, right_RQ, acc_PQ, input_precision="ieee")
     tl.store(
-        out + expert.to(tl.int64) * (P * Q) + p.to(tl.int64)[:, None] * Q + q[None, :],
+        out + (expert.to(tl.int64) * P + first_p) * Q + (tl.arange(0, BLOCK_P)[:, None] * Q + q[None, :]),
         acc_PQ.to(out.dtype.element_ty),
         mask=p_exists[:, None] & q_exists[None, :],
     )
@@ -635,6 +705,7 @@ def forward(tensors, spec, config):
         BLOCK_M=config["block_m"],
         BLOCK_N=config["up_n"],
         BLOCK_K=config["up_k"],
+        TAIL_M=config["tail_m"],
         num_warps=config["up_warps"],
         num_stages=config["up_stages"],
     )
@@ -654,6 +725,7 @@ def forward(tensors, spec, config):
         BLOCK_M=config["block_m"],
         BLOCK_N=config["rows_n"],
         BLOCK_K=config["rows_k"],
+        TAIL_M=config["tail_m"],
         num_warps=config["rows_warps"],
         num_stages=config["rows_stages"],
     )
@@ -703,7 +775,8 @@ def backward(tensors, saved, grads, needs, spec, config):
     else:
         up_strides, down_strides = (hidden, 1), (intermediate, 1)
     if need_dh or need_a or need_scores:
-        _hidden_grad_kernel[(bound * tiles_n,)](
+        cuts = config["block_m"] // config["grad_m"]
+        _hidden_grad_kernel[(bound * tiles_n * cuts,)](
             dy,
             down,
             saved["h"],
@@ -729,10 +802,11 @@ def backward(tensors, saved, grads, needs, spec, config):
             NEED_DH=need_dh,
             NEED_A=need_a,
             NEED_SCORES=need_scores,
-            BLOCK_M=config["block_m"],
+            TABLE_M=config["block_m"],
+            BLOCK_M=config["grad_m"],
             BLOCK_N=config["grad_n"],
             BLOCK_K=config["grad_k"],
-            HALVES=config["grad_halves"],
+            PARTS=config["grad_parts"],
             num_warps=config["grad_warps"],
             num_stages=config["grad_stages"],
         )
@@ -776,6 +850,7 @@ def backward(tensors, saved, grads, needs, spec, config):
             BLOCK_M=config["block_m"],
             BLOCK_N=config["rows_n"],
             BLOCK_K=config["rows_k"],
+            TAIL_M=config["tail_m"],
             num_warps=config["rows_warps"],
             num_stages=config["rows_stages"],
         )
@@ -791,18 +866,20 @@ def backward(tensors, saved, grads, needs, spec, config):
             BLOCK_T=config["combine_t"],
             BLOCK_D=config["combine_d"],
         )
-    if "gate_up" in needs:
-        found["gate_up"] = torch.empty_like(gate_up)
-        if spec.transposed:
-            _weight_grad(x, dh, found["gate_up"], saved, top_k, True, False, config)
-        else:
-            _weight_grad(dh, x, found["gate_up"], saved, top_k, False, True, config)
+        del dx_rows  # its memory serves the weight gradients
     if "down" in needs:
         found["down"] = torch.empty_like(down)
         if spec.transposed:
             _weight_grad(weighted_a, dy, found["down"], saved, top_k, False, True, config)
         else:
             _weight_grad(dy, weighted_a, found["down"], saved, top_k, True, False, config)
+        del weighted_a
+    if "gate_up" in needs:
+        found["gate_up"] = torch.empty_like(gate_up)
+        if spec.transposed:
+            _weight_grad(x, dh, found["gate_up"], saved, top_k, True, False, config)
+        else:
+            _weight_grad(dh, x, found["gate_up"], saved, top_k, False, True, config)
     if spec.bias:
         if "gate_up_bias" in needs:
             found["gate_up_bias"] = torch.empty_like(tensors["gate_up_bias"])
@@ -836,8 +913,16 @@ def backward(tensors, saved, grads, needs, spec, config):
 
 
 def _weight_grad(left, right, out, saved, top_k, gather_left, gather_right, config):
-    """out[e] = left^T right over the rows of e; exactly one operand is read through the tokens."""
+    """out[e] = left^T right over the rows of e; exactly one operand is read through the tokens.
+
+    With ``weight_copy`` that operand is first copied into row order: one more pass over it, but many tiles read it.
+    """
     experts, p, q = out.shape
+    if config["weight_copy"]:
+        if gather_left:
+            left, gather_left = _spread(left, saved, experts, top_k, config), False
+        else:
+            right, gather_right = _spread(right, saved, experts, top_k, config), False
     grid = (experts * triton.cdiv(p, config["weight_p"]) * triton.cdiv(q, config["weight_q"]),)
     _weight_grad_kernel[grid](
         left,
@@ -856,3 +941,21 @@ def _weight_grad(left, right, out, saved, top_k, gather_left, gather_right, conf
         num_warps=config["weight_warps"],
         num_stages=config["weight_stages"],
     )
+
+
+def _spread(source, saved, experts, top_k, config):
+    """The rows [R, D] of source [T, D] in sorted order."""
+    slots, hidden = saved["slot_of_row"].shape[0], source.shape[1]
+    rows = torch.empty((slots, hidden), dtype=source.dtype, device=source.device)
+    _spread_kernel[(triton.cdiv(slots, config["combine_t"]), triton.cdiv(hidden, config["combine_d"]))](
+        source,
+        saved["slot_of_row"],
+        saved["offsets"],
+        rows,
+        E=experts,
+        K=top_k,
+        D=hidden,
+        BLOCK_R=config["combine_t"],
+        BLOCK_D=config["combine_d"],
+    )
+    return rows

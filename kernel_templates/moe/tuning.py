@@ -24,18 +24,19 @@ def space(spec: Spec, sizes: dict[str, int]) -> list[dict[str, Any]]:
     for n in (64, 128):
         for stages in (3, 4):
             variants.append({"up_n": n, "up_stages": stages})
-            variants.append({"grad_n": n, "grad_halves": True, "grad_stages": stages})
+            variants.append({"grad_n": n, "grad_parts": n // 32, "grad_stages": stages})
     for n in (64, 128, 256):
         for stages in (3, 4):
             variants.append({"rows_n": n, "rows_stages": stages})
     for p, q in ((64, 128), (128, 128), (128, 256), (256, 128)):
-        for r in (32, 64):
-            variants.append({"weight_p": p, "weight_q": q, "weight_r": r})
+        # rows of a gathered operand are loaded after their numbers: twice the stages for as many tiles in flight
+        for r, stages, copy in ((32, 7, False), (64, 5, False), (32, 6, True), (64, 4, True)):
+            variants.append({"weight_p": p, "weight_q": q, "weight_r": r, "weight_stages": stages, "weight_copy": copy})
     for block_m in (32, 64, 128):
         warps = 4 if block_m < 128 else 8
         variants.append(
-            {"block_m": block_m, "up_n": 64, "up_warps": warps, "rows_n": 128, "rows_warps": warps}
-            | {"grad_n": 64, "grad_warps": warps}
+            {"block_m": block_m, "tail_m": min(block_m, 64), "up_n": 64, "up_warps": warps}
+            | {"rows_n": 128, "rows_warps": warps, "grad_m": min(block_m, 64), "grad_n": 64, "grad_parts": 2}
         )
     variants += [{"combine_t": t, "combine_d": d} for t, d in ((1, 1024), (2, 512), (4, 256))]
     found: list[dict[str, Any]] = []
@@ -52,11 +53,15 @@ def fits(config: dict[str, Any], bytes_each: int) -> bool:
     tiles = {
         "up": (m, 2 * config["up_n"], config["up_k"]),
         "rows": (m, config["rows_n"], config["rows_k"]),
-        "grad": (m, config["grad_n"], config["grad_k"]),
+        "grad": (config["grad_m"], config["grad_n"], config["grad_k"]),
         "weight": (config["weight_p"], config["weight_q"], config["weight_r"]),
     }
-    return all(
-        (rows + columns) * depth * bytes_each * config[f"{kernel}_stages"] <= SHARED_MEMORY
+    buffers = {kernel: config[f"{kernel}_stages"] for kernel in tiles}
+    if not config["weight_copy"]:
+        # every other stage only fetches the numbers of the rows
+        buffers["weight"] = (buffers["weight"] - 1) // 2 + 1
+    return m % config["grad_m"] == 0 and all(
+        (rows + columns) * depth * bytes_each * buffers[kernel] <= SHARED_MEMORY
         and rows * columns / (32 * config[f"{kernel}_warps"]) <= ACCUMULATOR
         for kernel, (rows, columns, depth) in tiles.items()
     )
@@ -72,6 +77,8 @@ def _base(rows: int, depth: int) -> dict[str, Any]:
         m, n, warps = 128, 64, 8
     return {
         "block_m": m,
+        # half a tile for an expert's last rows, if the matrix units still run at full rate
+        "tail_m": 64 if m == 128 else m,
         "up_n": n,
         "up_k": depth,
         "up_warps": warps,
@@ -80,16 +87,18 @@ def _base(rows: int, depth: int) -> dict[str, Any]:
         "rows_k": depth,
         "rows_warps": warps,
         "rows_stages": 3,
+        "grad_m": min(m, 64),
         "grad_n": 64,
         "grad_k": depth,
-        "grad_halves": True,
-        "grad_warps": warps,
+        "grad_parts": 2,
+        "grad_warps": 4,
         "grad_stages": 3,
         "weight_p": 128,
         "weight_q": 128,
-        "weight_r": depth,
+        "weight_r": 32,
         "weight_warps": 8,
-        "weight_stages": 3,
+        "weight_stages": 7,
+        "weight_copy": False,
         "combine_t": 1,
         "combine_d": 1024,
         **ROUTING,

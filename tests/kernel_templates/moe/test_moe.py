@@ -47,7 +47,8 @@ FLAGS: dict[str, dict[str, Any]] = {
 }
 # smaller than every case: each loop and each grid axis takes more than one step
 SMALL_TILES = load(CONFIGS)["interpreter"][0].config | {
-    "block_m": 16, "up_n": 16, "up_k": 16, "rows_n": 16, "rows_k": 16, "grad_n": 32, "grad_k": 16, "grad_halves": True,
+    "block_m": 32, "tail_m": 16, "up_n": 16, "up_k": 16, "rows_n": 16, "rows_k": 16,
+    "grad_m": 16, "grad_n": 32, "grad_k": 16, "grad_parts": 4, "weight_copy": True,
     "weight_p": 16, "weight_q": 16, "weight_r": 16, "combine_t": 8, "combine_d": 16, "route_block": 16, "tile_block": 4,
     "score_block": 16, "score_d": 16, "bias_r": 16, "bias_n": 16,
 }  # fmt: skip
@@ -201,7 +202,7 @@ def test_routing_tables_are_a_stable_sort() -> None:
     assert torch.equal(saved["inverse"][slots].long(), torch.arange(len(slots)))
     assert torch.equal(saved["inverse"][~routed], torch.full((int((~routed).sum()),), -1, dtype=torch.int32))
     assert torch.equal(saved["offsets"].long(), torch.cat([torch.zeros(1), ends]).long())
-    tiles = [(e, int(ends[e] - counts[e]) + r) for e in range(6) for r in range(0, int(counts[e]), 16)]
+    tiles = [(e, int(ends[e] - counts[e]) + r) for e in range(6) for r in range(0, int(counts[e]), 32)]
     found = list(zip(saved["tile_expert"].tolist(), saved["tile_row"].tolist(), strict=True))
     assert found[: len(tiles)] == tiles
     assert all(expert == -1 for expert, _ in found[len(tiles) :])
