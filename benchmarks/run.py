@@ -47,25 +47,27 @@ def main(arguments: list[str] | None = None) -> int:
     device = torch.device("cuda" if cuda else "cpu")
     began = time.monotonic()
     rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as folder:
-        for benchmark in chosen:
-            left = options.budget - (time.monotonic() - began)
-            rows.append(_row(benchmark, device, Path(folder), options.peers, "tiny" if options.tiny else "full", left))
-            print(f"{time.monotonic() - began:6.1f} s  {benchmark.name}: {rows[-1]['status']}", file=sys.stderr)
-            if cuda:
-                torch.cuda.empty_cache()
     name = torch.cuda.get_device_name() if cuda else "cpu, interpreted"
+    options.out.mkdir(parents=True, exist_ok=True)
+    path = options.out / f"kernels-{name.lower().replace(',', '').replace(' ', '_')}.json"
     record: dict[str, Any] = {
         "device": name,
         "commit": commit(),
         "versions": versions(),
         "measured": time.strftime("%Y-%m-%d"),
-        "seconds": round(time.monotonic() - began, 1),
         "rows": rows,
     }
-    options.out.mkdir(parents=True, exist_ok=True)
-    path = options.out / f"kernels-{name.lower().replace(',', '').replace(' ', '_')}.json"
-    path.write_text(json.dumps(record, indent=1) + "\n")
+    with tempfile.TemporaryDirectory() as folder:
+        for benchmark in chosen:
+            left = options.budget - (time.monotonic() - began)
+            rows.append(_row(benchmark, device, Path(folder), options.peers, "tiny" if options.tiny else "full", left))
+            record["seconds"] = round(time.monotonic() - began, 1)
+            # after every row: what was measured is kept when a later peer tunes past the end of the lease
+            path.write_text(json.dumps(record, indent=1) + "\n")
+            print(f"{record['seconds']:6.1f} s  {benchmark.name}: {rows[-1]['status']}", file=sys.stderr)
+            print(table(rows[-1:]), file=sys.stderr)
+            if cuda:
+                torch.cuda.empty_cache()
     print(f"{name}, commit {record['commit'][:12]}, {record['seconds']} s -> {path}\n{table(rows)}")
     return 0 if all(row["status"] == "ok" for row in rows) else 1
 

@@ -143,6 +143,7 @@ def test_descriptors_are_inherited(sandbox: Sandbox, tmp_path: Path) -> None:
     assert running.wait().stdout_tail == "job\n"
 
 
+@pytest.mark.slow  # a time: meaningful on a quiet machine only
 def test_launch_is_quick(tmp_path: Path) -> None:
     """Best of ten: the sandbox adds at most 30 ms to a plain start, which takes 20 ms on an idle machine."""
     best = {}
