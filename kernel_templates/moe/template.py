@@ -362,14 +362,20 @@ def _hidden_grad_part(
 
 
 @triton.jit
-def _hidden_grad_columns(
+def _halves(tile_MN, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The left and the right columns of a tile; free in the layout of a wgmma accumulator."""
+    return tl.split(tl.permute(tl.reshape(tile_MN, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def _hidden_grad_in_2(
     da_MN, tile, start, row, exists, score, h, dh, weighted_a,
     WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr,
     ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
     NEED_DH: tl.constexpr, NEED_A: tl.constexpr, NEED_SCORES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """:func:`_hidden_grad_part` of a tile in PARTS (1, 2, 4, ...) column blocks, one after the other."""
+    """:func:`_hidden_grad_part` of a tile whole or in 2 column blocks, one after the other."""
     if PARTS == 1:
         dot_M = _hidden_grad_part(
             da_MN, tile, start, row, exists, score, h, dh, weighted_a, WIDTH, INTERLEAVED,
@@ -377,12 +383,68 @@ def _hidden_grad_columns(
         )  # fmt: skip
     else:
         HALF: tl.constexpr = BLOCK_N // 2
-        left_MN, right_MN = tl.split(tl.permute(tl.reshape(da_MN, (BLOCK_M, 2, HALF)), (0, 2, 1)))
-        dot_M = _hidden_grad_columns(
+        left_MN, right_MN = _halves(da_MN, BLOCK_M, BLOCK_N)
+        dot_M = _hidden_grad_part(
+            left_MN, 2 * tile, start, row, exists, score, h, dh, weighted_a, WIDTH, INTERLEAVED,
+            ACTIVATION, ALPHA, LIMIT, UP_OFFSET, NEED_DH, NEED_A, NEED_SCORES, BLOCK_M, HALF,
+        )  # fmt: skip
+        dot_M += _hidden_grad_part(
+            right_MN, 2 * tile + 1, start, row, exists, score, h, dh, weighted_a, WIDTH, INTERLEAVED,
+            ACTIVATION, ALPHA, LIMIT, UP_OFFSET, NEED_DH, NEED_A, NEED_SCORES, BLOCK_M, HALF,
+        )  # fmt: skip
+    return dot_M
+
+
+@triton.jit
+def _hidden_grad_in_4(
+    da_MN, tile, start, row, exists, score, h, dh, weighted_a,
+    WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr,
+    ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
+    NEED_DH: tl.constexpr, NEED_A: tl.constexpr, NEED_SCORES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """:func:`_hidden_grad_part` of a tile in up to 4 column blocks."""
+    if PARTS < 4:
+        dot_M = _hidden_grad_in_2(
+            da_MN, tile, start, row, exists, score, h, dh, weighted_a, WIDTH, INTERLEAVED,
+            ACTIVATION, ALPHA, LIMIT, UP_OFFSET, NEED_DH, NEED_A, NEED_SCORES, BLOCK_M, BLOCK_N, PARTS,
+        )  # fmt: skip
+    else:
+        HALF: tl.constexpr = BLOCK_N // 2
+        left_MN, right_MN = _halves(da_MN, BLOCK_M, BLOCK_N)
+        dot_M = _hidden_grad_in_2(
             left_MN, 2 * tile, start, row, exists, score, h, dh, weighted_a, WIDTH, INTERLEAVED,
             ACTIVATION, ALPHA, LIMIT, UP_OFFSET, NEED_DH, NEED_A, NEED_SCORES, BLOCK_M, HALF, PARTS // 2,
         )  # fmt: skip
-        dot_M += _hidden_grad_columns(
+        dot_M += _hidden_grad_in_2(
+            right_MN, 2 * tile + 1, start, row, exists, score, h, dh, weighted_a, WIDTH, INTERLEAVED,
+            ACTIVATION, ALPHA, LIMIT, UP_OFFSET, NEED_DH, NEED_A, NEED_SCORES, BLOCK_M, HALF, PARTS // 2,
+        )  # fmt: skip
+    return dot_M
+
+
+@triton.jit
+def _hidden_grad_in_8(
+    da_MN, tile, start, row, exists, score, h, dh, weighted_a,
+    WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr,
+    ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
+    NEED_DH: tl.constexpr, NEED_A: tl.constexpr, NEED_SCORES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """:func:`_hidden_grad_part` of a tile in up to 8 column blocks."""
+    if PARTS < 8:
+        dot_M = _hidden_grad_in_4(
+            da_MN, tile, start, row, exists, score, h, dh, weighted_a, WIDTH, INTERLEAVED,
+            ACTIVATION, ALPHA, LIMIT, UP_OFFSET, NEED_DH, NEED_A, NEED_SCORES, BLOCK_M, BLOCK_N, PARTS,
+        )  # fmt: skip
+    else:
+        HALF: tl.constexpr = BLOCK_N // 2
+        left_MN, right_MN = _halves(da_MN, BLOCK_M, BLOCK_N)
+        dot_M = _hidden_grad_in_4(
+            left_MN, 2 * tile, start, row, exists, score, h, dh, weighted_a, WIDTH, INTERLEAVED,
+            ACTIVATION, ALPHA, LIMIT, UP_OFFSET, NEED_DH, NEED_A, NEED_SCORES, BLOCK_M, HALF, PARTS // 2,
+        )  # fmt: skip
+        dot_M += _hidden_grad_in_4(
             right_MN, 2 * tile + 1, start, row, exists, score, h, dh, weighted_a, WIDTH, INTERLEAVED,
             ACTIVATION, ALPHA, LIMIT, UP_OFFSET, NEED_DH, NEED_A, NEED_SCORES, BLOCK_M, HALF, PARTS // 2,
         )  # fmt: skip
@@ -401,7 +463,7 @@ def _hidden_grad_kernel(
     """da' = gather(dy) W2 stays in registers; writes dh [R, 2I], s a [R, I] and partial sums of <da', a> [tiles, R].
 
     The tiles of the table, of TABLE_M rows, are cut into tiles of BLOCK_M: epilogues of small ones overlap with
-    products. An epilogue takes its columns in PARTS: all of them need more registers than there are.
+    products. An epilogue takes its columns in PARTS (1 to 8): all of them need more registers than there are.
     """
     TILES_N: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
     CUTS: tl.constexpr = TABLE_M // BLOCK_M
@@ -426,7 +488,7 @@ def _hidden_grad_kernel(
         D, W_DEPTH, BLOCK_M, BLOCK_N, BLOCK_K, WIDTH % BLOCK_N == 0,
     )  # fmt: skip
     score = tl.load(scores + slot).to(tl.float32)
-    dot_M = _hidden_grad_columns(
+    dot_M = _hidden_grad_in_8(
         da_MN, tile, start, row, exists, score, h, dh, weighted_a, WIDTH, INTERLEAVED,
         ACTIVATION, ALPHA, LIMIT, UP_OFFSET, NEED_DH, NEED_A, NEED_SCORES, BLOCK_M, BLOCK_N, PARTS,
     )  # fmt: skip
