@@ -93,7 +93,7 @@ def rounded_reference(
             seen = rounded(new - known, mma_dtype, keep)
             new = _Solve.apply(kk[:, :, c], beta[:, :, c], seen, mma_dtype)  # type: ignore[no-untyped-call]
         new = rounded(new, keep, mma_dtype)
-        ending = rounded(new * end[:, :, c], mma_dtype, keep)
+        ending = _Ending.apply(new, end[:, :, c], mma_dtype)  # type: ignore[no-untyped-call]
         new = rounded(new, mma_dtype, keep)
         past_o = q_rise[:, :, c] * rounded(q_decayed[:, :, c] @ narrow, keep, mma_dtype)
         outputs.append(past_o + scores[:, :, c] @ new)
@@ -209,6 +209,20 @@ class _Solve(torch.autograd.Function):
         new = rounded(new, ctx.mma_dtype)
         d_lower = rounded(-(dv @ new.transpose(-1, -2)).tril(-1), ctx.mma_dtype)
         return d_lower, (dv * new).sum(-1, keepdim=True) / beta / beta, dv, None
+
+
+class _Ending(torch.autograd.Function):
+    """V' times its rows' decay to the end of the chunk, whose gradient is formed from V' as it is stored."""
+
+    @staticmethod
+    def forward(ctx: Any, new: Tensor, end: Tensor, mma_dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(rounded(new, mma_dtype), end)
+        return rounded(new * end, mma_dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        stored, end = ctx.saved_tensors
+        return grads[0] * end, (grads[0] * stored).sum(-1, keepdim=True), None
 
 
 class _Carried(torch.autograd.Function):

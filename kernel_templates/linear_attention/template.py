@@ -1,12 +1,13 @@
 """Chunked linear attention with a decayed matrix state: Triton kernels and their host functions.
 
 Tokens are cut into chunks of C; the recurrence runs over chunks, everything inside a chunk is matrix products. The
-formulas of forward and backward, and why nothing overflows, are in the family's README. Six kernels:
+formulas of forward and backward, and why nothing overflows, are in the family's README. Seven kernels:
 
     forward   prepare_kernel   norms, running decay; q and k times their decays
               gram_kernel      scores P = s tril(q k^T decayed) and solve M = (I + L)^-1 Diag(beta), per chunk
-              scan_kernel      the state over chunks, cut over V; writes o
-    backward  prepare_kernel, and scan_kernel again for the states and the corrected values
+              scan_kernel      the state over chunks, cut over V; writes states and corrected values
+              output_kernel    o
+    backward  prepare_kernel and scan_kernel again, where their results were not kept
               reverse_kernel   the state's gradient over chunks, last to first; writes dv
               score_gradient_kernel    gradients of the two grams, of beta, and the row dots of the norms
               gradient_kernel  dq, dk, dg
@@ -42,15 +43,19 @@ def span_of(chunks, span, length, per_sequence, SPAN: tl.constexpr, PACKED: tl.c
 
 
 @triton.jit
-def sequence_of(offsets, sequence, per_sequence, PACKED: tl.constexpr):
-    """First chunk of a sequence and its number of chunks."""
+def sequence_of(cu_seqlens, offsets, sequence, length, per_sequence, PACKED: tl.constexpr):
+    """A sequence's first chunk and number of chunks, and its first token (int64) and number of tokens."""
     if PACKED:
         first = tl.load(offsets + sequence).to(tl.int32)
         count = tl.load(offsets + sequence + 1).to(tl.int32) - first
+        start = tl.load(cu_seqlens + sequence).to(tl.int64)
+        tokens = (tl.load(cu_seqlens + sequence + 1) - start).to(tl.int32)
     else:
         first = sequence * per_sequence
         count = per_sequence
-    return first, count
+        start = sequence.to(tl.int64) * length
+        tokens = length
+    return first, count, start, tokens
 
 
 @triton.jit
@@ -201,7 +206,7 @@ def prepare_kernel(
     q, k, g, chunks, q_norm, k_norm, q_decayed, k_decayed, k_ending, q_rows, k_rows, end_rows, chunk_decay,
     scale, length, per_sequence, spans,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr, SPAN: tl.constexpr, KP: tl.constexpr,
-    DECAY: tl.constexpr, L2NORM: tl.constexpr, PACKED: tl.constexpr,
+    BK: tl.constexpr, DECAY: tl.constexpr, L2NORM: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Norms of q and k, the running decay in each chunk, and what carries it: scaled tiles or factors of rows.
 
@@ -224,33 +229,34 @@ def prepare_kernel(
     token_head = start * HV + hv
     q_scale_T1 = tl.full([SPAN, 1], 1.0, tl.float32)
     k_scale_T1 = tl.full([SPAN, 1], 1.0, tl.float32)
-    if L2NORM or DECAY == "channel":
-        at_TK, in_TK = tile_at(tokens, H * K, 0, K, SPAN, KP)
-        key = (start * H + h) * K
-        q_TK = tl.load(q + key + at_TK, mask=in_TK, other=0.0).to(tl.float32)
-        k_TK = tl.load(k + key + at_TK, mask=in_TK, other=0.0).to(tl.float32)
+    key = (start * H + h) * K
     if L2NORM:
-        q_scale_T1 = 1.0 / tl.sqrt(row_sum(q_TK * q_TK) + 1e-6)
-        k_scale_T1 = 1.0 / tl.sqrt(row_sum(k_TK * k_TK) + 1e-6)
+        at_TP, in_TP = tile_at(tokens, H * K, 0, K, SPAN, KP)
+        q_TP = tl.load(q + key + at_TP, mask=in_TP, other=0.0).to(tl.float32)
+        k_TP = tl.load(k + key + at_TP, mask=in_TP, other=0.0).to(tl.float32)
+        q_scale_T1 = 1.0 / tl.sqrt(row_sum(q_TP * q_TP) + 1e-6)
+        k_scale_T1 = 1.0 / tl.sqrt(row_sum(k_TP * k_TP) + 1e-6)
         if hv % (HV // H) == 0:
             store_scalars(q_norm + start * H + h, q_scale_T1, tokens, H, SPAN)
             store_scalars(k_norm + start * H + h, k_scale_T1, tokens, H, SPAN)
     part_M1 = tl.arange(0, SPAN // C)[:, None]
     if DECAY == "channel":
-        at_TK, in_TK = tile_at(tokens, HV * K, 0, K, SPAN, KP)
-        at_TK += token_head * K
-        g_TK = cut(tl.load(g + at_TK, mask=in_TK, other=0.0))
-        through_TK, past_TK = segment_sums(g_TK, C, SPAN, KP)
-        through_TK = tl.exp(through_TK)
-        k_TK *= k_scale_T1
-        q_TK *= through_TK * (q_scale_T1 * scale)
-        tl.store(q_decayed + at_TK, q_TK.to(q_decayed.dtype.element_ty), mask=in_TK)
-        tl.store(k_decayed + at_TK, (k_TK * through_TK).to(k_decayed.dtype.element_ty), mask=in_TK)
-        tl.store(k_ending + at_TK, (k_TK * tl.exp(past_TK)).to(k_ending.dtype.element_ty), mask=in_TK)
-        decay_MK = tl.exp(tl.sum(tl.reshape(g_TK, (SPAN // C, C, KP)), axis=1))
-        c_1K = tl.arange(0, KP)[None, :]
-        at_MK = (chunk_head + part_M1 * HV) * K + c_1K
-        tl.store(chunk_decay + at_MK, decay_MK, mask=(part_M1 < left) & (c_1K < K))
+        for column in range(0, K, BK):
+            at_TK, in_TK = tile_at(tokens, H * K, column, K, SPAN, BK)
+            q_TK = tl.load(q + key + at_TK, mask=in_TK, other=0.0).to(tl.float32) * (q_scale_T1 * scale)
+            k_TK = tl.load(k + key + at_TK, mask=in_TK, other=0.0).to(tl.float32) * k_scale_T1
+            at_TK, in_TK = tile_at(tokens, HV * K, column, K, SPAN, BK)
+            at_TK += token_head * K
+            g_TK = cut(tl.load(g + at_TK, mask=in_TK, other=0.0))
+            through_TK, past_TK = segment_sums(g_TK, C, SPAN, BK)
+            through_TK = tl.exp(through_TK)
+            tl.store(q_decayed + at_TK, (q_TK * through_TK).to(q_decayed.dtype.element_ty), mask=in_TK)
+            tl.store(k_decayed + at_TK, (k_TK * through_TK).to(k_decayed.dtype.element_ty), mask=in_TK)
+            tl.store(k_ending + at_TK, (k_TK * tl.exp(past_TK)).to(k_ending.dtype.element_ty), mask=in_TK)
+            decay_MK = tl.exp(tl.sum(tl.reshape(g_TK, (SPAN // C, C, BK)), axis=1))
+            c_1K = column + tl.arange(0, BK)[None, :]
+            at_MK = (chunk_head + part_M1 * HV) * K + c_1K
+            tl.store(chunk_decay + at_MK, decay_MK, mask=(part_M1 < left) & (c_1K < K))
     else:
         through_T1 = tl.zeros([SPAN, 1], tl.float32)
         past_T1 = tl.zeros([SPAN, 1], tl.float32)
@@ -442,24 +448,24 @@ def gram_kernel(
 
 @triton.jit(do_not_specialize=["length", "per_sequence"])
 def scan_kernel(
-    q, k, v, q_decayed, k_decayed, k_ending, q_rows, k_rows, end_rows, chunk_decay, scores, solve, initial_state,
-    o, final_state, states, values, chunks, offsets, length, per_sequence,
+    k, v, k_decayed, k_ending, k_rows, end_rows, chunk_decay, solve, initial_state, final_state, states, values,
+    cu_seqlens, offsets, length, per_sequence,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, KP: tl.constexpr,
     BV: tl.constexpr, DECAY: tl.constexpr, DELTA: tl.constexpr, PACKED: tl.constexpr, INITIAL: tl.constexpr,
-    OUTPUT: tl.constexpr, PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The state over the chunks of one sequence, for one head and slice of V.
 
-    V' = M (v - k_decayed S);  o = q_decayed S + P V';  S <- e^G_C S + k_ending^T V'. With OUTPUT, o and the final
-    state are written (forward); without, every chunk's starting state and V' (for the backward).
+    V' = M (v - k_decayed S);  S <- e^G_C S + k_ending^T V'. Writes every chunk's starting state, V' (with the delta
+    rule; else it is v) and the final state. The chain from one state to the next is all there is: o is made apart.
     """
     slices = tl.cdiv(V, BV)
     v_column = (tl.program_id(0) % slices) * BV
     hv = (tl.program_id(0) // slices) % HV
     sequence = tl.program_id(0) // slices // HV
     h = hv // (HV // H)
-    MMA: tl.constexpr = q.dtype.element_ty
-    first, count = sequence_of(offsets, sequence, per_sequence, PACKED)
+    MMA: tl.constexpr = k.dtype.element_ty
+    first, count, begin, total = sequence_of(cu_seqlens, offsets, sequence, length, per_sequence, PACKED)
     at_KV, in_KV = tile_at(K, V, v_column, V, KP, BV)
     state_base = (sequence.to(tl.int64) * HV + hv) * K * V
     state_KV = tl.zeros([KP, BV], tl.float32)
@@ -477,9 +483,9 @@ def scan_kernel(
     in_1K = tl.arange(0, KP)[None, :] < K
     in_1V = v_column + tl.arange(0, BV)[None, :] < V
     for step in range(0, count):
-        chunk = first + step
-        start, tokens = span_of(chunks, chunk, length, per_sequence, C, PACKED)
-        chunk_head = chunk.to(tl.int64) * HV + hv
+        start = begin + step * C
+        tokens = tl.minimum(total - step * C, C)
+        chunk_head = (first + step).to(tl.int64) * HV + hv
         token_head = start * HV + hv
         key = token_head * K
         if DECAY != "channel":
@@ -488,46 +494,83 @@ def scan_kernel(
         in_TK = here_T1 & in_1K
         in_TV = here_T1 & in_1V
         in_KT = in_K1 & (j_1T < tokens)
+        # what is needed last is asked for first: only operands of products are fetched an iteration ahead
+        if DECAY == "channel":
+            decay_K1 = tl.load(chunk_decay + chunk_head * K + c_K1, mask=in_K1, other=0.0)
+        else:
+            end_T1 = load_scalars(end_rows + token_head, 0, tokens, HV, C)
+            if DELTA:
+                k_row_T1 = load_scalars(k_rows + token_head, 0, tokens, HV, C)
+            if DECAY == "head":
+                decay = tl.load(chunk_decay + chunk_head)
         narrow_KV = state_KV.to(MMA)
         new_TV = tl.load(v + token_head * V + at_TV, mask=in_TV, other=0.0)
-        if not OUTPUT:
-            tl.store(states + chunk_head * K * V + at_KV, narrow_KV, mask=in_KV)
+        tl.store(states + chunk_head * K * V + at_KV, narrow_KV, mask=in_KV)
         if DELTA:
             if DECAY == "channel":
                 k_TK = tl.load(k_decayed + key + at_TK, mask=in_TK, other=0.0)
                 known_TV = tl.dot(k_TK, narrow_KV, input_precision=PRECISION)
             else:
                 k_TK = tl.load(k + key + at_TK, mask=in_TK, other=0.0)
-                known_TV = tl.dot(k_TK, narrow_KV, input_precision=PRECISION)
-                known_TV *= load_scalars(k_rows + token_head, 0, tokens, HV, C)
+                known_TV = tl.dot(k_TK, narrow_KV, input_precision=PRECISION) * k_row_T1
             solve_TT = tl.load(solve + token_head * C + at_TT, mask=here_T1, other=0.0)
             new_TV = tl.dot(solve_TT, (new_TV - known_TV).to(MMA), input_precision=PRECISION)
         new_narrow_TV = new_TV.to(MMA)
-        if OUTPUT:
-            if DECAY == "channel":
-                q_TK = tl.load(q_decayed + key + at_TK, mask=in_TK, other=0.0)
-                o_TV = tl.dot(q_TK, narrow_KV, input_precision=PRECISION)
-            else:
-                q_TK = tl.load(q + key + at_TK, mask=in_TK, other=0.0)
-                o_TV = tl.dot(q_TK, narrow_KV, input_precision=PRECISION)
-                o_TV *= load_scalars(q_rows + token_head, 0, tokens, HV, C)
-            score_TT = tl.load(scores + token_head * C + at_TT, mask=here_T1, other=0.0)
-            o_TV += tl.dot(score_TT, new_narrow_TV, input_precision=PRECISION)
-            tl.store(o + token_head * V + at_TV, o_TV.to(o.dtype.element_ty), mask=in_TV)
-        elif DELTA:
+        if DELTA:
             tl.store(values + token_head * V + at_TV, new_narrow_TV, mask=in_TV)
         if DECAY == "channel":
-            state_KV *= tl.load(chunk_decay + chunk_head * K + c_K1, mask=in_K1, other=0.0)
+            state_KV *= decay_K1
             k_KT = tl.load(k_ending + key + at_KT, mask=in_KT, other=0.0)
             state_KV += tl.dot(k_KT, new_narrow_TV, input_precision=PRECISION)
         else:
             if DECAY == "head":
-                state_KV *= tl.load(chunk_decay + chunk_head)
+                state_KV *= decay
             k_KT = tl.load(k + key + at_KT, mask=in_KT, other=0.0)
-            ending_TV = new_TV * load_scalars(end_rows + token_head, 0, tokens, HV, C)
-            state_KV += tl.dot(k_KT, ending_TV.to(MMA), input_precision=PRECISION)
-    if OUTPUT:
-        tl.store(final_state + state_base + at_KV, state_KV, mask=in_KV)
+            state_KV += tl.dot(k_KT, (new_TV * end_T1).to(MMA), input_precision=PRECISION)
+    tl.store(final_state + state_base + at_KV, state_KV, mask=in_KV)
+
+
+@triton.jit(do_not_specialize=["length", "per_sequence", "spans"])
+def output_kernel(
+    q, q_decayed, q_rows, states, values, scores, o, chunks, length, per_sequence, spans,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, SPAN: tl.constexpr,
+    KP: tl.constexpr, BV: tl.constexpr, DECAY: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """o = q_decayed S + P V' of one span, head and slice of V."""
+    slices = tl.cdiv(V, BV)
+    span = tl.program_id(0) // slices
+    v_column = (tl.program_id(0) % slices) * BV
+    hv = tl.program_id(1)
+    h = hv // (HV // H)
+    start, tokens = span_of(chunks, span, length, spans, SPAN, PACKED)
+    if tokens <= 0:
+        return
+    first_chunk = span
+    if not PACKED:
+        first_chunk = (span // spans) * per_sequence + (span % spans) * (SPAN // C)
+    MMA: tl.constexpr = q.dtype.element_ty
+    token_head = start * HV + hv
+    at_TV, in_TV = tile_at(tokens, HV * V, v_column, V, SPAN, BV)
+    at_KV, in_KV = tile_at(K, V, v_column, V, KP, BV)
+    i_T1 = tl.arange(0, SPAN)[:, None]
+    o_TV = tl.zeros([SPAN, BV], tl.float32)
+    for part in tl.static_range(SPAN // C):
+        state = states + ((first_chunk + part).to(tl.int64) * HV + hv) * K * V
+        state_KV = tl.load(state + at_KV, mask=in_KV & (part * C < tokens), other=0.0)
+        if DECAY == "channel":
+            at_TK, in_TK = tile_at(tokens, HV * K, 0, K, SPAN, KP)
+            q_TK = tl.load(q_decayed + token_head * K + at_TK, mask=in_TK & (i_T1 // C == part), other=0.0)
+        else:
+            at_TK, in_TK = tile_at(tokens, H * K, 0, K, SPAN, KP)
+            q_TK = tl.load(q + (start * H + h) * K + at_TK, mask=in_TK & (i_T1 // C == part), other=0.0)
+        o_TV += tl.dot(q_TK, state_KV, input_precision=PRECISION)
+    if DECAY != "channel":
+        o_TV *= load_scalars(q_rows + token_head, 0, tokens, HV, SPAN)
+    at_TT, in_TT = matrix_at(tokens, 0, 0, HV, C, SPAN)
+    score_TT = tl.load(scores + token_head * C + at_TT, mask=in_TT, other=0.0)
+    new_TV = tl.load(values + token_head * V + at_TV, mask=in_TV, other=0.0).to(MMA)
+    o_TV += tl.dot(score_TT, new_TV, input_precision=PRECISION)
+    tl.store(o + token_head * V + at_TV, o_TV.to(o.dtype.element_ty), mask=in_TV)
 
 
 # ---- backward ------------------------------------------------------------------------------------------------------
@@ -536,7 +579,7 @@ def scan_kernel(
 @triton.jit(do_not_specialize=["length", "per_sequence"])
 def reverse_kernel(
     q, k, q_decayed, k_decayed, k_ending, q_rows, k_rows, end_rows, chunk_decay, scores, solve, grad_o, grad_final,
-    grad_v, grad_states, grad_initial, chunks, offsets, length, per_sequence,
+    grad_v, grad_states, grad_initial, cu_seqlens, offsets, length, per_sequence,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, KP: tl.constexpr,
     BV: tl.constexpr, DECAY: tl.constexpr, DELTA: tl.constexpr, PACKED: tl.constexpr, FINAL: tl.constexpr,
     INITIAL: tl.constexpr, PRECISION: tl.constexpr,
@@ -552,7 +595,7 @@ def reverse_kernel(
     sequence = tl.program_id(0) // slices // HV
     h = hv // (HV // H)
     MMA: tl.constexpr = q.dtype.element_ty
-    first, count = sequence_of(offsets, sequence, per_sequence, PACKED)
+    first, count, begin, total = sequence_of(cu_seqlens, offsets, sequence, length, per_sequence, PACKED)
     at_KV, in_KV = tile_at(K, V, v_column, V, KP, BV)
     state_base = (sequence.to(tl.int64) * HV + hv) * K * V
     grad_KV = tl.zeros([KP, BV], tl.float32)
@@ -570,9 +613,10 @@ def reverse_kernel(
     in_1K = tl.arange(0, KP)[None, :] < K
     in_1V = v_column + tl.arange(0, BV)[None, :] < V
     for step in range(0, count):
-        chunk = first + count - 1 - step
-        start, tokens = span_of(chunks, chunk, length, per_sequence, C, PACKED)
-        chunk_head = chunk.to(tl.int64) * HV + hv
+        index = count - 1 - step
+        start = begin + index * C
+        tokens = tl.minimum(total - index * C, C)
+        chunk_head = (first + index).to(tl.int64) * HV + hv
         token_head = start * HV + hv
         key = token_head * K
         if DECAY != "channel":
@@ -582,6 +626,16 @@ def reverse_kernel(
         in_TK = here_T1 & in_1K
         in_TV = here_T1 & in_1V
         in_KT = in_K1 & here_1T
+        # what is needed last is asked for first: only operands of products are fetched an iteration ahead
+        if DECAY == "channel":
+            decay_K1 = tl.load(chunk_decay + chunk_head * K + c_K1, mask=in_K1, other=0.0)
+        else:
+            end_T1 = load_scalars(end_rows + token_head, 0, tokens, HV, C)
+            q_row_T1 = load_scalars(q_rows + token_head, 0, tokens, HV, C)
+            if DELTA:
+                k_row_T1 = load_scalars(k_rows + token_head, 0, tokens, HV, C)
+            if DECAY == "head":
+                decay = tl.load(chunk_decay + chunk_head)
         narrow_KV = grad_KV.to(MMA)
         tl.store(grad_states + chunk_head * K * V + at_KV, narrow_KV, mask=in_KV)
         do_TV = tl.load(grad_o + token_head * V + at_TV, mask=in_TV, other=0.0)
@@ -591,7 +645,7 @@ def reverse_kernel(
         else:
             k_TK = tl.load(k + key + at_TK, mask=in_TK, other=0.0)
             dv_TV = tl.dot(k_TK, narrow_KV, input_precision=PRECISION)
-            dv_TV *= load_scalars(end_rows + token_head, 0, tokens, HV, C)
+            dv_TV *= end_T1
         score_TT = tl.load(scores + token_head * C + at_TT, mask=here_1T, other=0.0)
         dv_TV += tl.dot(score_TT, do_TV.to(MMA), input_precision=PRECISION)
         if DELTA:
@@ -599,7 +653,7 @@ def reverse_kernel(
             dv_TV = tl.dot(solve_TT, dv_TV.to(MMA), input_precision=PRECISION)
         tl.store(grad_v + token_head * V + at_TV, dv_TV.to(grad_v.dtype.element_ty), mask=in_TV)
         if DECAY == "channel":
-            grad_KV *= tl.load(chunk_decay + chunk_head * K + c_K1, mask=in_K1, other=0.0)
+            grad_KV *= decay_K1
             q_KT = tl.load(q_decayed + key + at_KT, mask=in_KT, other=0.0)
             grad_KV += tl.dot(q_KT, do_TV.to(MMA), input_precision=PRECISION)
             if DELTA:
@@ -607,14 +661,12 @@ def reverse_kernel(
                 grad_KV -= tl.dot(k_KT, dv_TV.to(MMA), input_precision=PRECISION)
         else:
             if DECAY == "head":
-                grad_KV *= tl.load(chunk_decay + chunk_head)
+                grad_KV *= decay
             q_KT = tl.load(q + key + at_KT, mask=in_KT, other=0.0)
-            do_TV = do_TV * load_scalars(q_rows + token_head, 0, tokens, HV, C)
-            grad_KV += tl.dot(q_KT, do_TV.to(MMA), input_precision=PRECISION)
+            grad_KV += tl.dot(q_KT, (do_TV * q_row_T1).to(MMA), input_precision=PRECISION)
             if DELTA:
                 k_KT = tl.load(k + key + at_KT, mask=in_KT, other=0.0)
-                dv_TV *= load_scalars(k_rows + token_head, 0, tokens, HV, C)
-                grad_KV -= tl.dot(k_KT, dv_TV.to(MMA), input_precision=PRECISION)
+                grad_KV -= tl.dot(k_KT, (dv_TV * k_row_T1).to(MMA), input_precision=PRECISION)
     if INITIAL:
         tl.store(grad_initial + state_base + at_KV, grad_KV.to(grad_initial.dtype.element_ty), mask=in_KV)
 
@@ -696,21 +748,23 @@ def gram_products(
     An entry (i, j) adds to dG_i what it takes from dG_j. Both are formed from the *rounded* factors, so that they
     cancel exactly in the running sum: the difference of two roundings would drown the gradient of a strong decay.
     """
+    # all loads first, so that their latencies overlap
+    dscore_TT = tl.load(grad_scores + at_TT, mask=in_TT, other=0.0)
+    dscore_t_TT = tl.load(grad_scores + at_t_TT, mask=in_t_TT, other=0.0)
+    if DELTA:
+        dsolve_TT = tl.load(grad_solve + at_TT, mask=in_TT, other=0.0)
+        dsolve_t_TT = tl.load(grad_solve + at_t_TT, mask=in_t_TT, other=0.0)
     fallen_TK = (k_TK * fall_TK).to(MMA)
     risen_TK = (q_TK * rise_TK).to(MMA)
-    dscore_TT = tl.load(grad_scores + at_TT, mask=in_TT, other=0.0)
     row_TK = tl.dot(dscore_TT, fallen_TK, input_precision=PRECISION)
     dq_TK += rise_TK * row_TK
     dg_TK += risen_TK * row_TK
-    dscore_t_TT = tl.load(grad_scores + at_t_TT, mask=in_t_TT, other=0.0)
     column_TK = tl.dot(dscore_t_TT, risen_TK, input_precision=PRECISION)
     if DELTA:
         risen_TK = (k_TK * rise_TK).to(MMA)
-        dsolve_TT = tl.load(grad_solve + at_TT, mask=in_TT, other=0.0)
         row_TK = tl.dot(dsolve_TT, fallen_TK, input_precision=PRECISION)
         dk_TK += rise_TK * row_TK
         dg_TK += risen_TK * row_TK
-        dsolve_t_TT = tl.load(grad_solve + at_t_TT, mask=in_t_TT, other=0.0)
         column_TK += tl.dot(dsolve_t_TT, risen_TK, input_precision=PRECISION)
     dk_TK += fall_TK * column_TK
     dg_TK -= fallen_TK * column_TK
@@ -761,6 +815,17 @@ def gradient_kernel(
     for member in range(0, GROUP):
         hv = h * GROUP + member
         token_head = start * HV + hv
+        # asked for before the products, used after them
+        if DECAY == "channel":
+            at_TK, in_TK = tile_at(tokens, HV * K, column, K, SPAN, BK)
+            at_TK += token_head * K
+            g_TK = cut(tl.load(g + at_TK, mask=in_TK, other=0.0))
+        if DECAY == "head":
+            g_T1 = cut(load_scalars(g + token_head, 0, tokens, HV, SPAN))
+        own_grad_T1 = load_scalars(own_grads + token_head, 0, tokens, HV, SPAN)
+        if L2NORM:
+            q_dot_T1 += load_scalars(q_dots + token_head, 0, tokens, HV, SPAN)
+            k_dot_T1 += load_scalars(k_dots + token_head, 0, tokens, HV, SPAN)
         dq_TK = tl.zeros([SPAN, BK], tl.float32)
         dk_TK = tl.zeros([SPAN, BK], tl.float32)
         dk_end_TK = tl.zeros([SPAN, BK], tl.float32)
@@ -792,9 +857,6 @@ def gradient_kernel(
                 carried_TK += tl.where(i_T1 == part * C + C - 1, carried_K[None, :], 0.0)
         dq_TK *= scale
         if DECAY == "channel":
-            at_TK, in_TK = tile_at(tokens, HV * K, column, K, SPAN, BK)
-            at_TK += token_head * K
-            g_TK = cut(tl.load(g + at_TK, mask=in_TK, other=0.0))
             through_TK, past_TK = segment_sums(g_TK, C, SPAN, BK)
             through_TK = tl.exp(through_TK)
             dq_TK *= through_TK
@@ -802,7 +864,6 @@ def gradient_kernel(
             dk_end_TK *= tl.exp(past_TK)
             carried_TK *= through_TK
         if DECAY == "head":
-            g_T1 = cut(load_scalars(g + token_head, 0, tokens, HV, SPAN))
             through_T1, past_T1 = segment_sums_of_scalars(g_T1, C, SPAN)
             through_T1 = tl.exp(through_T1)
             dq_TK *= through_T1
@@ -853,12 +914,8 @@ def gradient_kernel(
                 dg_T1 += past_T1 + before_T1 - ending_T1
                 part = (tl.program_id(0) % slices).to(tl.int64) * tokens_total * HV
                 store_scalars(grad_g + part + token_head, dg_T1, tokens, HV, SPAN)
-        own_T1 = load_scalars(own_grads + token_head, 0, tokens, HV, SPAN)
-        dq_sum_TK += dq_TK + own_T1 * k_TK
-        dk_sum_TK += dk_TK + own_T1 * q_TK
-        if L2NORM:
-            q_dot_T1 += load_scalars(q_dots + token_head, 0, tokens, HV, SPAN)
-            k_dot_T1 += load_scalars(k_dots + token_head, 0, tokens, HV, SPAN)
+        dq_sum_TK += dq_TK + own_grad_T1 * k_TK
+        dk_sum_TK += dk_TK + own_grad_T1 * q_TK
     if L2NORM:
         dq_sum_TK = (dq_sum_TK - q_TK * q_dot_T1) * load_scalars(q_norm, 0, tokens, H, SPAN)
         dk_sum_TK = (dk_sum_TK - k_TK * k_dot_T1) * load_scalars(k_norm, 0, tokens, H, SPAN)
@@ -929,36 +986,13 @@ def span_rows(tensors, rows, chunk):
     return max(chunk, min(rows, triton.next_power_of_2(tensors["q"].shape[1])))
 
 
-def outputs_like(tensors, spec, config):
-    """Empty outputs and the tensors kept for the backward: the two matrices of every chunk [B, T, HV, C]."""
-    q, v, cu_seqlens = tensors["q"], tensors["v"], tensors.get("cu_seqlens")
-    batch, length, heads, value_dim = v.shape
-    sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    chunk = config["chunk"]
-    outputs = {
-        "o": torch.empty_like(v, memory_format=torch.contiguous_format),
-        "final_state": q.new_empty((sequences, heads, q.shape[3], value_dim), dtype=torch.float32),
-    }
-    saved = {"scores": q.new_empty((batch, length, heads, chunk))}
-    if spec.delta:
-        saved["solve"] = q.new_empty((batch, length, heads, chunk))
-    if spec.qk_l2norm:
-        saved["o"] = outputs["o"]
-    return outputs, saved
-
-
-def prepare(tensors, spec, config, chunks, scale):
-    """Run ``prepare_kernel``; its tensors by name, absent ones None. Shared by forward and backward."""
-    q, k, g = tensors["q"], tensors["k"], tensors.get("g")
+def prepared_like(tensors, spec, config):
+    """Empty results of ``prepare_kernel``: norms, decayed q and k or the factors of their rows, decays of chunks."""
+    q = tensors["q"]
     batch, length, key_heads, key_dim = q.shape
     heads = tensors["v"].shape[2]
-    chunk = config["chunk"]
-    span = span_rows(tensors, config["prepare_rows"], chunk)
-    count = chunk_count(tensors, chunk)
-    made = {
-        "q_norm": None, "k_norm": None, "q_decayed": None, "k_decayed": None, "k_ending": None,
-        "q_rows": None, "k_rows": None, "end_rows": None, "chunk_decay": None,
-    }  # fmt: skip
+    count = chunk_count(tensors, config["chunk"])
+    made = {}
     if spec.qk_l2norm:
         made["q_norm"] = q.new_empty((batch, length, key_heads), dtype=torch.float32)
         made["k_norm"] = torch.empty_like(made["q_norm"])
@@ -973,31 +1007,95 @@ def prepare(tensors, spec, config, chunks, scale):
         made["end_rows"] = torch.empty_like(made["q_rows"])
         if spec.decay == "head":
             made["chunk_decay"] = q.new_empty((count, heads), dtype=torch.float32)
-    prepare_kernel[(chunk_count(tensors, span), heads)](
-        q, k, g, chunks, made["q_norm"], made["k_norm"], made["q_decayed"], made["k_decayed"], made["k_ending"],
-        made["q_rows"], made["k_rows"], made["end_rows"], made["chunk_decay"],
-        scale, length, triton.cdiv(length, chunk), triton.cdiv(length, span),
-        H=key_heads, HV=heads, K=key_dim, C=chunk, SPAN=span, KP=padded(key_dim),
-        DECAY=spec.decay, L2NORM=spec.qk_l2norm, PACKED=chunks is not None,
-        num_warps=config["prepare_warps"],
-    )  # fmt: skip
     return made
 
 
+def states_like(tensors, spec, config):
+    """Empty results of ``scan_kernel``: every chunk's first state [chunks, HV, K, V] and V', in the dtype of q."""
+    q, v = tensors["q"], tensors["v"]
+    count = chunk_count(tensors, config["chunk"])
+    made = {"states": q.new_empty((count, v.shape[2], q.shape[3], v.shape[3]))}
+    if spec.delta:
+        made["values"] = torch.empty_like(v, dtype=q.dtype, memory_format=torch.contiguous_format)
+    return made
+
+
+def outputs_like(tensors, spec, config):
+    """Empty outputs and what is kept for the backward.
+
+    Always the two matrices of every chunk [B, T, HV, C]; with ``keep_states`` states and V', with ``keep_decayed`` what
+    ``prepare_kernel`` makes, which backward would otherwise compute again.
+    """
+    q, v, cu_seqlens = tensors["q"], tensors["v"], tensors.get("cu_seqlens")
+    batch, length, heads, value_dim = v.shape
+    sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    chunk = config["chunk"]
+    outputs = {
+        "o": torch.empty_like(v, memory_format=torch.contiguous_format),
+        "final_state": q.new_empty((sequences, heads, q.shape[3], value_dim), dtype=torch.float32),
+    }
+    saved = {"scores": q.new_empty((batch, length, heads, chunk))}
+    if spec.delta:
+        saved["solve"] = q.new_empty((batch, length, heads, chunk))
+    if spec.qk_l2norm:
+        saved["o"] = outputs["o"]
+    if config["keep_states"]:
+        saved.update(states_like(tensors, spec, config))
+    if config["keep_decayed"]:
+        saved.update(prepared_like(tensors, spec, config))
+    return outputs, saved
+
+
+def prepare(tensors, spec, config, made, chunks, scale):
+    """Run ``prepare_kernel`` into the tensors of :func:`prepared_like`."""
+    q, k, g = tensors["q"], tensors["k"], tensors.get("g")
+    length, key_heads, key_dim = q.shape[1:]
+    heads = tensors["v"].shape[2]
+    chunk = config["chunk"]
+    span = span_rows(tensors, config["prepare_rows"], chunk)
+    prepare_kernel[(chunk_count(tensors, span), heads)](
+        q, k, g, chunks, made.get("q_norm"), made.get("k_norm"), made.get("q_decayed"), made.get("k_decayed"),
+        made.get("k_ending"), made.get("q_rows"), made.get("k_rows"), made.get("end_rows"), made.get("chunk_decay"),
+        scale, length, triton.cdiv(length, chunk), triton.cdiv(length, span),
+        H=key_heads, HV=heads, K=key_dim, C=chunk, SPAN=span, KP=padded(key_dim),
+        BK=min(config["prepare_bk"], padded(key_dim)),
+        DECAY=spec.decay, L2NORM=spec.qk_l2norm, PACKED=chunks is not None,
+        num_warps=config["prepare_warps"], maxnreg=config["prepare_registers"],
+    )  # fmt: skip
+
+
+def scan(tensors, spec, config, made, solve, offsets, final_state):
+    """Run ``scan_kernel`` into the tensors of :func:`states_like`; ``made`` has them and what it reads."""
+    k, v, cu_seqlens = tensors["k"], tensors["v"], tensors.get("cu_seqlens")
+    initial_state = tensors.get("initial_state")
+    length, key_heads, key_dim = k.shape[1:]
+    heads, value_dim = v.shape[2], v.shape[3]
+    chunk = config["chunk"]
+    block = min(config["scan_bv"], padded(value_dim))
+    scan_kernel[(final_state.shape[0] * heads * triton.cdiv(value_dim, block),)](
+        k, v, made.get("k_decayed"), made.get("k_ending"), made.get("k_rows"), made.get("end_rows"),
+        made.get("chunk_decay"), solve, initial_state, final_state, made["states"], made.get("values"),
+        cu_seqlens, offsets, length, triton.cdiv(length, chunk),
+        H=key_heads, HV=heads, K=key_dim, V=value_dim, C=chunk, KP=padded(key_dim), BV=block,
+        DECAY=spec.decay, DELTA=spec.delta, PACKED=cu_seqlens is not None, INITIAL=initial_state is not None,
+        PRECISION="ieee" if k.dtype == torch.float32 else "tf32",
+        num_warps=config["scan_warps"], num_stages=config["scan_stages"],
+    )  # fmt: skip
+
+
 def forward(tensors, spec, config):
-    """o [B, T, HV, V] and the final states [N, HV, K, V]; keeps the two matrices of every chunk."""
+    """o [B, T, HV, V] and the final states [N, HV, K, V]; keeps what :func:`outputs_like` says."""
     outputs, saved = outputs_like(tensors, spec, config)
     q, k, v = tensors["q"], tensors["k"], tensors["v"]
     g, beta, initial_state = tensors.get("g"), tensors.get("beta"), tensors.get("initial_state")
     cu_seqlens = tensors.get("cu_seqlens")
     length, key_heads, key_dim = q.shape[1:]
     heads, value_dim = v.shape[2], v.shape[3]
-    final_state = outputs["final_state"]
     if q.numel() == 0 or v.numel() == 0:
         if initial_state is None:
-            final_state.zero_()
+            outputs["final_state"].zero_()
         else:
-            final_state.copy_(initial_state)
+            outputs["final_state"].copy_(initial_state)
         return outputs, saved
     chunk = config["chunk"]
     scale = spec.scale if spec.scale is not None else key_dim**-0.5
@@ -1005,7 +1103,12 @@ def forward(tensors, spec, config):
     chunks, offsets = None, None
     if cu_seqlens is not None:
         chunks, offsets = chunk_table(cu_seqlens, length, chunk)
-    made = prepare(tensors, spec, config, chunks, scale)
+    made = dict(saved)
+    if not config["keep_decayed"]:
+        made.update(prepared_like(tensors, spec, config))
+    if not config["keep_states"]:
+        made.update(states_like(tensors, spec, config))
+    prepare(tensors, spec, config, made, chunks, scale)
     rows = config["gram_rows"]
     if rows >= chunk:
         rows = span_rows(tensors, rows, chunk)
@@ -1013,22 +1116,22 @@ def forward(tensors, spec, config):
     block = min(rows, chunk)
     leaf = min(leaf_rows(q.dtype), block)
     gram_kernel[(chunk_count(tensors, span), heads)](
-        q, k, g, beta, chunks, made["q_norm"], made["k_norm"], saved["scores"], saved.get("solve"),
+        q, k, g, beta, chunks, made.get("q_norm"), made.get("k_norm"), saved["scores"], saved.get("solve"),
         scale, smallest_beta(q.dtype), length, triton.cdiv(length, span),
         H=key_heads, HV=heads, K=key_dim, C=chunk, R=rows, LOG_B=block.bit_length() - 1,
         LEAF=leaf, LOG_LEAF=leaf.bit_length() - 1, BK=min(config["gram_bk"], padded(key_dim)),
         DECAY=spec.decay, DELTA=spec.delta, L2NORM=spec.qk_l2norm, PACKED=cu_seqlens is not None, PRECISION=precision,
-        num_warps=config["gram_warps"], num_stages=config["gram_stages"],
+        num_warps=config["gram_warps"], num_stages=config["gram_stages"], maxnreg=config["gram_registers"],
     )  # fmt: skip
-    block = min(config["scan_bv"], padded(value_dim))
-    scan_kernel[(final_state.shape[0] * heads * triton.cdiv(value_dim, block),)](
-        q, k, v, made["q_decayed"], made["k_decayed"], made["k_ending"], made["q_rows"], made["k_rows"],
-        made["end_rows"], made["chunk_decay"], saved["scores"], saved.get("solve"), initial_state,
-        outputs["o"], final_state, None, None, chunks, offsets, length, triton.cdiv(length, chunk),
-        H=key_heads, HV=heads, K=key_dim, V=value_dim, C=chunk, KP=padded(key_dim), BV=block,
-        DECAY=spec.decay, DELTA=spec.delta, PACKED=cu_seqlens is not None, INITIAL=initial_state is not None,
-        OUTPUT=True, PRECISION=precision,
-        num_warps=config["scan_warps"], num_stages=config["scan_stages"],
+    scan(tensors, spec, config, made, saved.get("solve"), offsets, outputs["final_state"])
+    span = span_rows(tensors, config["output_rows"], chunk)
+    block = min(config["output_bv"], padded(value_dim))
+    output_kernel[(chunk_count(tensors, span) * triton.cdiv(value_dim, block), heads)](
+        q, made.get("q_decayed"), made.get("q_rows"), made["states"], made["values"] if spec.delta else v,
+        saved["scores"], outputs["o"], chunks, length, triton.cdiv(length, chunk), triton.cdiv(length, span),
+        H=key_heads, HV=heads, K=key_dim, V=value_dim, C=chunk, SPAN=span, KP=padded(key_dim), BV=block,
+        DECAY=spec.decay, PACKED=cu_seqlens is not None, PRECISION=precision,
+        num_warps=config["output_warps"],
     )  # fmt: skip
     return outputs, saved
 
@@ -1061,7 +1164,6 @@ def backward(tensors, saved, grads, needs, spec, config):
     if grad_final is not None:
         grad_final = grad_final.contiguous()
     chunk = config["chunk"]
-    count = chunk_count(tensors, chunk)
     per_sequence = triton.cdiv(length, chunk)
     scale = spec.scale if spec.scale is not None else key_dim**-0.5
     precision = "ieee" if q.dtype == torch.float32 else "tf32"
@@ -1072,28 +1174,24 @@ def backward(tensors, saved, grads, needs, spec, config):
     if cu_seqlens is not None:
         chunks, offsets = chunk_table(cu_seqlens, length, chunk)
         sequences = cu_seqlens.shape[0] - 1
-    made = prepare(tensors, spec, config, chunks, scale)
-    states = q.new_empty((count, heads, key_dim, value_dim))
-    values = v
-    if spec.delta:
-        values = torch.empty_like(v, dtype=q.dtype, memory_format=torch.contiguous_format)
-    block = min(config["scan_bv"], padded(value_dim))
-    scan_kernel[(sequences * heads * triton.cdiv(value_dim, block),)](
-        q, k, v, made["q_decayed"], made["k_decayed"], made["k_ending"], made["q_rows"], made["k_rows"],
-        made["end_rows"], made["chunk_decay"], saved["scores"], saved.get("solve"), initial_state,
-        None, None, states, values, chunks, offsets, length, per_sequence,
-        H=key_heads, HV=heads, K=key_dim, V=value_dim, C=chunk, KP=key_tile, BV=block,
-        DECAY=spec.decay, DELTA=spec.delta, PACKED=cu_seqlens is not None, INITIAL=initial_state is not None,
-        OUTPUT=False, PRECISION=precision,
-        num_warps=config["scan_warps"], num_stages=config["scan_stages"],
-    )  # fmt: skip
+    made = dict(saved)
+    if not config["keep_decayed"]:
+        made.update(prepared_like(tensors, spec, config))
+        prepare(tensors, spec, config, made, chunks, scale)
+    if not config["keep_states"]:
+        made.update(states_like(tensors, spec, config))
+        final_state = q.new_empty((sequences, heads, key_dim, value_dim), dtype=torch.float32)
+        scan(tensors, spec, config, made, saved.get("solve"), offsets, final_state)
+    states = made["states"]
+    values = made["values"] if spec.delta else v
     grad_v = torch.empty_like(v, memory_format=torch.contiguous_format)
     grad_states = torch.empty_like(states)
     block = min(config["reverse_bv"], padded(value_dim))
     reverse_kernel[(sequences * heads * triton.cdiv(value_dim, block),)](
-        q, k, made["q_decayed"], made["k_decayed"], made["k_ending"], made["q_rows"], made["k_rows"],
-        made["end_rows"], made["chunk_decay"], saved["scores"], saved.get("solve"), grad_o, grad_final,
-        grad_v, grad_states, grad_initial, chunks, offsets, length, per_sequence,
+        q, k, made.get("q_decayed"), made.get("k_decayed"), made.get("k_ending"),
+        made.get("q_rows"), made.get("k_rows"), made.get("end_rows"), made.get("chunk_decay"),
+        saved["scores"], saved.get("solve"), grad_o, grad_final,
+        grad_v, grad_states, grad_initial, cu_seqlens, offsets, length, per_sequence,
         H=key_heads, HV=heads, K=key_dim, V=value_dim, C=chunk, KP=key_tile, BV=block,
         DECAY=spec.decay, DELTA=spec.delta, PACKED=cu_seqlens is not None, FINAL=grad_final is not None,
         INITIAL=initial_state is not None, PRECISION=precision,
@@ -1115,7 +1213,7 @@ def backward(tensors, saved, grads, needs, spec, config):
         scale, smallest_beta(q.dtype), length, triton.cdiv(length, span),
         HV=heads, V=value_dim, C=chunk, SPAN=span, BV=min(config["score_bv"], padded(value_dim)),
         DECAY=spec.decay, DELTA=spec.delta, L2NORM=spec.qk_l2norm, PACKED=cu_seqlens is not None, PRECISION=precision,
-        num_warps=config["score_warps"], num_stages=config["score_stages"],
+        num_warps=config["score_warps"], num_stages=config["score_stages"], maxnreg=config["score_registers"],
     )  # fmt: skip
     grad_q = torch.empty_like(q, memory_format=torch.contiguous_format)
     grad_k = torch.empty_like(k, memory_format=torch.contiguous_format)
@@ -1128,13 +1226,13 @@ def backward(tensors, saved, grads, needs, spec, config):
         grad_g = q.new_empty((slices, batch, length, heads), dtype=torch.float32)
     span = span_rows(tensors, config["gradient_rows"], chunk)
     gradient_kernel[(slices * chunk_count(tensors, span), key_heads)](
-        q, k, g, made["q_norm"], made["k_norm"], states, grad_states, values, grad_o, grad_v,
+        q, k, g, made.get("q_norm"), made.get("k_norm"), states, grad_states, values, grad_o, grad_v,
         grad_scores, grad_solve, own_grads, q_dots, k_dots, grad_q, grad_k, grad_g, chunks,
         scale, length, per_sequence, triton.cdiv(length, span), batch * length,
         H=key_heads, HV=heads, K=key_dim, V=value_dim, C=chunk, SPAN=span, LOG_C=chunk.bit_length() - 1,
         LEAF=leaf, LOG_LEAF=leaf.bit_length() - 1, BK=block, BV=min(config["gradient_bv"], padded(value_dim)),
         DECAY=spec.decay, DELTA=spec.delta, L2NORM=spec.qk_l2norm, PACKED=cu_seqlens is not None, PRECISION=precision,
-        num_warps=config["gradient_warps"], num_stages=config["gradient_stages"],
+        num_warps=config["gradient_warps"], num_stages=config["gradient_stages"], maxnreg=config["gradient_registers"],
     )  # fmt: skip
     found = {"q": grad_q, "k": grad_k, "v": grad_v, "initial_state": grad_initial}
     if spec.decay == "channel":

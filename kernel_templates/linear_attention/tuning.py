@@ -15,41 +15,55 @@ MAX_STATE_PER_THREAD = 128  # fp32 elements of the running state that a thread m
 
 BASE: dict[str, Any] = {
     "chunk": 64,
+    "keep_states": 1,
+    "keep_decayed": 1,
     "prepare_rows": 64,
-    "prepare_warps": 16,
+    "prepare_bk": 32,
+    "prepare_warps": 4,
+    "prepare_registers": None,
     "gram_rows": 32,
     "gram_bk": 32,
-    "gram_warps": 4,
+    "gram_warps": 2,
     "gram_stages": 1,
-    "scan_bv": 64,
-    "scan_warps": 8,
-    "scan_stages": 2,
-    "reverse_bv": 64,
-    "reverse_warps": 8,
-    "reverse_stages": 2,
+    "gram_registers": None,
+    "scan_bv": 32,
+    "scan_warps": 4,
+    "scan_stages": 3,
+    "output_rows": 64,
+    "output_bv": 128,
+    "output_warps": 4,
+    "reverse_bv": 32,
+    "reverse_warps": 4,
+    "reverse_stages": 3,
     "score_rows": 64,
     "score_bv": 64,
-    "score_warps": 4,
-    "score_stages": 1,
+    "score_warps": 8,
+    "score_stages": 2,
+    "score_registers": None,
     "gradient_rows": 64,
     "gradient_bk": 32,
     "gradient_bv": 128,
     "gradient_warps": 8,
     "gradient_stages": 1,
+    "gradient_registers": 128,
 }
 
-# with four warps and 32 channels, Triton 3.6 and 3.7 miscompile kernels like gradient_kernel for Hopper
-SCANS = [(bv, warps, stages) for bv in (16, 32, 64, 128) for warps in (4, 8) for stages in (1, 2, 3)]
+# gradient_kernel with four warps gives a wrong dg on an H200 with Triton 3.6
+SCANS = [(bv, warps, stages) for bv in (16, 32, 64, 128) for warps in (4, 8) for stages in (2, 3)]
 VARIANTS: dict[str, list[dict[str, Any]]] = {
-    "prepare": [{"prepare_warps": w} for w in (4, 8, 16, 32)],
-    "gram": [{"gram_bk": bk, "gram_warps": w} for bk in (32, 64) for w in (2, 4, 8)],
+    "prepare": [{"prepare_bk": bk, "prepare_warps": w} for bk, w in ((32, 4), (32, 8), (64, 4), (64, 8), (128, 16))],
+    "gram": [{"gram_bk": bk, "gram_warps": w} for bk in (32, 64) for w in (2, 4)],
     "scan": [{"scan_bv": bv, "scan_warps": w, "scan_stages": s} for bv, w, s in SCANS],
+    "output": [{"output_bv": bv, "output_warps": w} for bv in (64, 128) for w in (4, 8)],
     "reverse": [{"reverse_bv": bv, "reverse_warps": w, "reverse_stages": s} for bv, w, s in SCANS],
-    "score": [{"score_bv": bv, "score_warps": w} for bv in (32, 64, 128) for w in (4, 8)],
+    "score": [
+        {"score_bv": bv, "score_warps": w, "score_stages": s} for bv in (64, 128) for w in (4, 8) for s in (1, 2)
+    ],
     "gradient": [
-        {"gradient_bk": bk, "gradient_bv": bv, "gradient_warps": w}
-        for bk, w in ((16, 4), (32, 8), (64, 8))
-        for bv in (32, 64, 128)
+        {"gradient_bk": bk, "gradient_bv": bv, "gradient_stages": s, "gradient_registers": registers}
+        for bk in (32, 64)
+        for bv, s in ((128, 1), (64, 2), (32, 3))
+        for registers in (None, 128)
     ],
 }
 
@@ -61,13 +75,22 @@ def space(spec: Spec, sizes: dict[str, int]) -> list[dict[str, Any]]:
     value_tile = 1 << max(sizes.get("value_dim", spec.value_dim) - 1, 15).bit_length()
     base = dict(BASE)
     if element_bytes == 4:  # everything is twice as large
-        base.update(chunk=32, prepare_rows=32, score_rows=32, gradient_rows=32, scan_bv=32, reverse_bv=32)
+        base.update(
+            chunk=32,
+            prepare_rows=32,
+            output_rows=32,
+            score_rows=32,
+            gradient_rows=32,
+            output_bv=32,
+            scan_bv=32,
+            reverse_bv=32,
+        )
         base.update(gradient_bv=32, score_bv=32, scan_stages=1, reverse_stages=1)
     for name in ("scan", "reverse"):
+        while not fits(base, name, key_tile, element_bytes) and base[f"{name}_stages"] > 1:
+            base[f"{name}_stages"] -= 1
         while not fits(base, name, key_tile, element_bytes) and base[f"{name}_bv"] > 16:
             base[f"{name}_bv"] //= 2
-        if not fits(base, name, key_tile, element_bytes):
-            base[f"{name}_stages"] = 1
     found = [base]
     for kernel, variants in VARIANTS.items():
         for variant in variants:
@@ -84,7 +107,8 @@ def fits(config: dict[str, Any], kernel: str, key_tile: int, element_bytes: int)
     chunk, bv, stages, warps = (
         int(config[n]) for n in ("chunk", f"{kernel}_bv", f"{kernel}_stages", f"{kernel}_warps")
     )
-    loaded = 3 * chunk * key_tile + 2 * chunk * chunk + chunk * bv
+    tiles = 3 if kernel == "reverse" else 2  # of keys; and one matrix of the chunk less
+    loaded = tiles * chunk * key_tile + (tiles - 1) * chunk * chunk + chunk * bv
     made = (key_tile + chunk) * bv
     in_registers = key_tile * bv / (32 * warps)
     return (stages * loaded + made) * element_bytes <= SHARED_MEMORY and in_registers <= MAX_STATE_PER_THREAD

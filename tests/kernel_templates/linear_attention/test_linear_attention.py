@@ -156,7 +156,16 @@ def test_wide_head_dims(dims):
 )
 def test_chunks_of_64_in_halves(variant, dtype, kind):
     spec = make_spec(dtype, group=1, dims=(40, 32), **VARIANTS[variant])
-    config = {**GPU_CONFIG, "gram_bk": 32, "gradient_bk": 32, "scan_bv": 16, "reverse_bv": 16, "score_bv": 16}
+    config = {
+        **GPU_CONFIG,
+        "gram_bk": 32,
+        "gradient_bk": 32,
+        "scan_bv": 16,
+        "reverse_bv": 16,
+        "score_bv": 16,
+        "output_bv": 16,
+        "prepare_bk": 32,
+    }
     tensors = make_tensors(spec, 150, kind)
     upstream = make_upstream(tensors)
     check(spec, tensors, run_with(spec, config, tensors, upstream), upstream, config)
