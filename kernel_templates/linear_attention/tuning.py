@@ -75,17 +75,10 @@ def space(spec: Spec, sizes: dict[str, int]) -> list[dict[str, Any]]:
     value_tile = 1 << max(sizes.get("value_dim", spec.value_dim) - 1, 15).bit_length()
     base = dict(BASE)
     if element_bytes == 4:  # everything is twice as large
-        base.update(
-            chunk=32,
-            prepare_rows=32,
-            output_rows=32,
-            score_rows=32,
-            gradient_rows=32,
-            output_bv=32,
-            scan_bv=32,
-            reverse_bv=32,
-        )
-        base.update(gradient_bv=32, score_bv=32, scan_stages=1, reverse_stages=1)
+        base.update(chunk=32, prepare_rows=32, output_rows=32, score_rows=32, gradient_rows=32)
+        base.update(scan_bv=32, reverse_bv=32, output_bv=32, score_bv=32, gradient_bv=32)
+        base.update(scan_warps=8, reverse_warps=8, scan_stages=1, reverse_stages=1, score_stages=1)
+        base.update(prepare_warps=8, gram_warps=4, score_warps=4, gradient_warps=4, gradient_registers=None)
     for name in ("scan", "reverse"):
         while not fits(base, name, key_tile, element_bytes) and base[f"{name}_stages"] > 1:
             base[f"{name}_stages"] -= 1

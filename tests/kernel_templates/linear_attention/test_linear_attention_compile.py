@@ -60,10 +60,10 @@ def test_kda(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "allowed"),
     [
-        ({"decay": "head", "heads": 16}, 0),
-        ({"decay": "head", "packed": True}, 0),
+        ({"decay": "head", "heads": 16}, 64),
+        ({"decay": "head", "packed": True}, 64),
         ({"packed": True}, 512),
-        ({"decay": "none"}, 0),
+        ({"decay": "none"}, 64),
         ({"delta": False, "qk_l2norm": False}, 512),
         ({"dims": (64, 64)}, 0),
         ({"dims": (60, 100)}, 512),
