@@ -70,8 +70,8 @@ def test_kda(tmp_path):
         ({"dims": (192, 256)}, 512),
         ({"dims": (256, 256)}, 512),
         ({"dtype": "float16"}, 512),
-        ({"dtype": "float32"}, 1024),
-        ({"dtype": "float32", "dims": (256, 256)}, 2048),
+        ({"dtype": "float32"}, 4096),
+        ({"dtype": "float32", "dims": (256, 256)}, 8192),
     ],
     ids=str,
 )
