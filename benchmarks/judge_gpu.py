@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -25,23 +26,31 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--only", action="append", default=[], help="judge variants whose name contains this")
     parser.add_argument("--cases", type=int, default=12)
     parser.add_argument("--jobs", type=int, default=4)
+    parser.add_argument("--limit", type=float, default=300.0, help="seconds for one verdict")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="cuda")
     parser.add_argument("--unsafe-no-sandbox", action="store_true", help="where the machine has no sandbox")
     options = parser.parse_args(arguments)
     names = [n for n in VARIANTS if not options.only or any(word in n for word in options.only)]
     options.out.mkdir(parents=True, exist_ok=True)
+    verdicts: list[dict[str, Any]] = []
     with ThreadPoolExecutor(options.jobs) as pool:
-        verdicts = list(pool.map(lambda name: _judge(name, options), names))
-    (options.out / "verdicts.json").write_text(json.dumps(verdicts, indent=1) + "\n")
-    for verdict in verdicts:
-        print(
-            f"{verdict['outcome']:9} {verdict['level']:12} {verdict['accepted']:>2}/{verdict['cases']:<2} cases  "
-            f"{verdict['seconds']:4.0f} s  {verdict['name']:28} "
-            f"worst {verdict['worst_share']:.2f} ({verdict['worst_where']})"
-        )
-        for reason in verdict["reasons"][:3]:
-            print(f"          {reason}")
+        for done in as_completed([pool.submit(_judge, name, options) for name in names]):
+            verdicts.append(done.result())
+            # after every verdict: what was judged is kept when the lease ends first
+            (options.out / "verdicts.json").write_text(json.dumps(verdicts, indent=1) + "\n")
+            _say(verdicts[-1])
     return 0 if all(v["outcome"] == "accepted" for v in verdicts) else 1
+
+
+def _say(verdict: dict[str, Any]) -> None:
+    print(
+        f"{verdict['outcome']:9} {verdict['level']:12} {verdict['accepted']:>2}/{verdict['cases']:<2} cases  "
+        f"{verdict['seconds']:4.0f} s  {verdict['name']:28} "
+        f"worst {verdict['worst_share']:.2f} ({verdict['worst_where']})",
+        flush=True,
+    )
+    for reason in verdict["reasons"][:3]:
+        print(f"          {reason}", flush=True)
 
 
 def _judge(name: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -53,8 +62,20 @@ def _judge(name: str, options: argparse.Namespace) -> dict[str, Any]:
     candidate.write_text(source(spec))
     command = [sys.executable, "-m", "onboarding.stages.judge", str(candidate), "--json", "--device", options.device]
     command += ["--cases", str(options.cases), *["--unsafe-no-sandbox"] * options.unsafe_no_sandbox]
+    # The fp64 references run on the CPU: side by side they must share its cores, not fight for them.
+    threads = str(max(1, (os.cpu_count() or 1) // options.jobs))
     began = time.monotonic()
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            check=False,
+            env=os.environ | {"OMP_NUM_THREADS": threads},
+            timeout=options.limit,
+        )
+    except subprocess.TimeoutExpired:
+        done = subprocess.CompletedProcess(command, 124, "", f"no verdict within {options.limit:.0f} s")
     seconds = time.monotonic() - began
     short = {"name": name, "spec": spec.to_dict(), "seconds": round(seconds, 1)}
     try:
