@@ -93,18 +93,18 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "workers.embedded"], env=environment, cwd=home, stdout=log, stderr=log
         )
+    client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60)
     try:
         key_file = home / "config" / "onboard" / "key"
-        client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60)
         deadline = time.monotonic() + 90
         while not key_file.exists() or not _ready(client):
             assert process.poll() is None, (home / "serve.log").read_text()
             assert time.monotonic() < deadline, (home / "serve.log").read_text()
             time.sleep(0.2)
         client.headers["Authorization"] = f"Bearer {key_file.read_text().strip()}"
-        with client:
-            yield client
+        yield client
     finally:
+        client.close()
         process.terminate()
         process.wait(20)
 
