@@ -8,7 +8,6 @@ checkpoint and is not computed again. That a snapshot has nothing next proves no
 
 from __future__ import annotations
 
-import ast
 import importlib
 from typing import Any, Literal, TypedDict
 
@@ -24,7 +23,6 @@ from onboarding.stages.generate.result import GenerateResult
 from onboarding.stages.judge.result import JudgeResult
 from onboarding.stages.tune.result import TuneResult
 
-ALLOWED_IMPORTS = frozenset({"__future__", "math", "torch", "triton"})
 RESULTS: dict[str, type[StageResult]] = {"generate": GenerateResult, "judge": JudgeResult, "tune": TuneResult}
 
 
@@ -183,28 +181,15 @@ class _Nodes:
 
 
 def check_candidate(source: str) -> None:
-    """Refuse source that is not a self-contained Triton module. A filter only: acceptance is the judge's alone.
+    """Refuse source that has no place in a kernel module. A filter only: acceptance is the judge's alone.
 
     Raises:
         Problem: ``candidate-invalid``, with the line.
     """
-    try:
-        tree = ast.parse(source)
-    except SyntaxError as error:
-        raise Problem(
-            "candidate-invalid", "the candidate is not valid Python", f"line {error.lineno}: {error.msg}"
-        ) from error
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            names = ["." * node.level + (node.module or "")]
-        else:
-            continue
-        for name in names:
-            if name.split(".")[0] not in ALLOWED_IMPORTS:
-                raise Problem(
-                    "candidate-invalid",
-                    f"the candidate imports {name}",
-                    f"line {node.lineno}: only {', '.join(sorted(ALLOWED_IMPORTS - {'__future__'}))} are allowed",
-                )
+    # Imported here: it looks at torch to tell its functions from its submodules.
+    from onboarding.stages.judge.structure import findings
+
+    found = findings(source.encode())
+    if found:
+        detail = "; ".join(f"line {finding.line}: {finding.what}" for finding in found[:5])
+        raise Problem("candidate-invalid", found[0].what, detail)

@@ -9,9 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from onboarding.architecture import Record
+from onboarding.devices import DEVICES
 
 Queue = Literal["cpu", "gpu", "multi"]
 QUEUES: tuple[Queue, ...] = ("cpu", "gpu", "multi")
@@ -149,4 +150,11 @@ class JobOptions(Record):
     """Device whose roofline ranks the gaps."""
     sequence_length: int = Field(default=8192, ge=1, le=2**21)
     """Tokens at which FLOPs, bytes and shares are counted."""
-    seed: int = 0
+    seed: int = Field(default=0, ge=0, lt=2**63)
+
+    @field_validator("target")
+    @classmethod
+    def _known_target(cls, target: str) -> str:
+        if target not in DEVICES:
+            raise ValueError(f"no roofline for {target[:40]!r}; known: {', '.join(DEVICES)}")
+        return target

@@ -10,18 +10,17 @@ from pathlib import Path
 from api.cli.client import Client
 from onboarding.problem import Problem
 from onboarding.stages.intake.archive import unpack
-from onboarding.stages.package.bundle_files.verify import BundleError
-from onboarding.stages.package.bundle_files.verify import verify as verify_folder
+from onboarding.stages.package.bundle_files.verify import BundleError, trusted_keys, trusted_keys_file, verify_trusted
 
 
 def verify(folder: Path, trusted_key: str | None = None) -> str:
-    """Check every file of a bundle and its signature; returns the signing key in hex.
+    """Check every file of a bundle, its signature, and that a trusted key made it; returns that key in hex.
 
     Raises:
-        Problem: it is not what was signed.
+        Problem: it is not what was signed, or nobody that is trusted here signed it.
     """
     try:
-        return str(verify_folder(folder, trusted_key))
+        return str(verify_trusted(folder, trusted_key))
     except BundleError as error:
         detail = "do not load it; pull it again with 'onboard bundle pull'"
         raise Problem("bundle-not-verified", f"{folder}: {error}", detail) from None
@@ -55,7 +54,18 @@ def pull(client: Client, job_id: str, to: Path, *, replace: bool = False) -> Pat
         if target.exists():
             shutil.rmtree(target)
         fresh.rename(target)
+    trust(str(result["public_key"]), client)
     return target
+
+
+def trust(key: str, client: Client) -> None:
+    """Note the key of a service that this user is signed in to, so that its bundles verify from now on."""
+    if key in trusted_keys():
+        return
+    path = trusted_keys_file()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.write(f"{key}  {client.url}\n")
 
 
 def same(one: Path, other: Path) -> bool:

@@ -175,12 +175,20 @@ def test_the_kernel_of_the_nearest_size_is_taken_unless_a_place_is_named(kimi: A
     assert names(2) == {"kv_a_layernorm"}
 
 
-def test_a_tampered_bundle_is_refused_before_its_code_runs(kimi: Any, tmp_path: Path) -> None:
+def test_a_tampered_bundle_is_refused_before_its_code_runs(
+    kimi: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from onboarding.stages.package.signing import sign_folder, signing_key
 
     bundle = write_bundle(tmp_path / "bundle", [entry(*KIMI[0])])
-    sign_folder(bundle, signing_key(tmp_path / "key"))
+    key, _ = sign_folder(bundle, signing_key(tmp_path / "key"))
     model = build(kimi)
+    apply(model, bundle=bundle, trusted_key=key).remove()
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    with pytest.raises(Exception, match=f"signing key {key} is unknown here"):
+        apply(model, bundle=bundle)
+    (tmp_path / "onboard").mkdir()
+    (tmp_path / "onboard" / "trusted_keys").write_text(f"{key}  the service\n")
     apply(model, bundle=bundle).remove()
     kernel = next(bundle.rglob("_kernel.py"))
     kernel.write_text("raise SystemExit('it ran')\n")

@@ -99,12 +99,32 @@ def test_another_trusted_key_refuses(bundle: Path) -> None:
         verify(bundle, "00" * 32)
 
 
+def test_a_bundle_resigned_by_another_is_not_trusted(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    ours = verify(bundle)
+    trusted = tmp_path / "onboard" / "trusted_keys"
+    trusted.parent.mkdir()
+    trusted.write_text(f"{ours.upper()}  our service\n")
+    assert verifier.verify_trusted(bundle) == ours
+    (bundle / "kernels" / "a.py").write_text("x = 'planted'\n")
+    for name in (verifier.MANIFEST, verifier.SIGNATURE, verifier.PUBLIC_KEY):
+        (bundle / name).unlink()
+    theirs, _ = sign_folder(bundle, signing_key(tmp_path / "another.key"))
+    assert verify(bundle) == theirs, "it is intact, which proves nothing about who signed it"
+    with pytest.raises(BundleError, match=f"signing key {theirs} is unknown here"):
+        verifier.verify_trusted(bundle)
+    assert verifier.verify_trusted(bundle, theirs) == theirs
+
+
 def test_verifier_runs_alone(bundle: Path, tmp_path: Path) -> None:
     script = tmp_path / "verify.py"
     script.write_bytes(Path(verifier.__file__).read_bytes())
-    run = subprocess.run([sys.executable, "-I", str(script), str(bundle)], capture_output=True, text=True, check=False)
+    command = [sys.executable, "-I", str(script), str(bundle), "--key", verify(bundle)]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     (bundle / "extra").write_text("")
-    run = subprocess.run([sys.executable, "-I", str(script), str(bundle)], capture_output=True, text=True, check=False)
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert run.returncode == 1
     assert "extra was added" in run.stderr

@@ -48,7 +48,7 @@ class NoProject(MetaPathFinder):
 sys.meta_path.insert(0, NoProject())
 bundle, example = sys.argv[1:]
 sys.path.insert(0, bundle)
-from apply import apply
+from apply import apply, load_op
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -68,11 +68,14 @@ for name, parameter in model.named_parameters():
 words = torch.randint(0, 96, (1, 40))
 want = model(words, labels=words).loss
 want_gradient = torch.autograd.grad(want, model.model.embed_tokens.weight)[0]
-applied = apply(model)
+key = open(bundle + "/public_key.hex").read().strip()
+applied = apply(model, trusted_key=key)
 got = model(words, labels=words).loss
 got_gradient = torch.autograd.grad(got, model.model.embed_tokens.weight)[0]
 error = ((got_gradient - want_gradient).norm() / want_gradient.norm()).item()
 print(json.dumps({"loss": got.item(), "want": want.item(), "gradient": error, "ran": len(applied.ran())}))
+norm = next(k["digest"] for k in json.load(open(bundle + "/bundle.json"))["kernels"] if k["spec"]["family"] == "norm")
+assert callable(load_op(norm, trusted_key=key))
 """
 
 
@@ -158,8 +161,9 @@ def test_a_published_definition_becomes_a_bundle(service: httpx.Client, example:
     assert [k["fate"] for k in report["kernels"]] == ["shipped"] * len(report["kernels"])
     assert report["align"]["outcome"] == "ok"
     assert report["align"]["worst_share"] <= 1.0
+    key = stage(service, job, "package")["results"][0]["result"]["public_key"]
     verified = subprocess.run(
-        [sys.executable, "-I", bundle / "verify.py", bundle], capture_output=True, text=True, check=False
+        [sys.executable, "-I", bundle / "verify.py", bundle, "--key", key], capture_output=True, text=True, check=False
     )
     assert verified.returncode == 0, verified.stderr
     if example == "kimi-linear":

@@ -9,7 +9,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from onboarding.problem import Problem
-from onboarding.stages.intake.model_types import ConfigClass, config_class, known_model_types, nearest_model_types
+from onboarding.stages.intake.model_types import (
+    ConfigClass,
+    config_class,
+    known_activations,
+    known_model_types,
+    nearest_model_types,
+)
 
 MAX_DEPTH = 32
 MAX_NODES = 200_000
@@ -19,6 +25,10 @@ MAX_SIZE = 2**40
 _SIZE_NAME = re.compile(
     r"^(num|n|max|moe|kv|q|qk|v|head|hidden|intermediate|vocab|ffn|index|linear|ssm|mamba|state)_|_(size|dim|rank|heads|layers|experts)$"
 )
+_AT_LEAST_ONE = re.compile(r"^(num_attention_heads|num_heads|n_heads?|num_key_value_heads|head_dim)$")
+"""Zero of them makes no attention, and a division by zero in most classes."""
+_EPSILON = re.compile(r"(^|_)(eps|epsilon)$")
+_ACTIVATION = re.compile(r"^(hidden_act|hidden_activation|activation_function|mlp_hidden_act)$")
 _ALLOWED_NEGATIVE = re.compile(r"_token_id$|_idx$|_index$|_layer$|axis|_dim$")
 _OTHER_FILES = {
     "generation_config.json": ("eos_token_id", "bos_token_id", "do_sample", "temperature", "top_p", "max_new_tokens"),
@@ -216,11 +226,20 @@ def _check_types(config: dict[str, Any], declared: ConfigClass | None, prefix: s
                 f"config.json gives {str(value)[:80]!r}",
                 field=f"{prefix}{key}",
             )
+        if declared is not None and _ACTIVATION.search(key) and isinstance(value, str):
+            _check_activation(value, f"{prefix}{key}")
         if isinstance(value, bool) or not isinstance(value, int | float):
             continue
+        if _EPSILON.search(key) and not 0 < value < 1:
+            raise Problem(
+                "config-out-of-range",
+                f"{prefix}{key} is {value:g}",
+                "it is added under a square root: between 0 and 1, both excluded",
+                field=f"{prefix}{key}",
+            )
         limit = SIZE_LIMITS.get(canonical, MAX_SIZE)
-        lowest = 1 if canonical in SIZE_LIMITS else 0
-        sized = canonical in SIZE_LIMITS or (_SIZE_NAME.search(key) and not _ALLOWED_NEGATIVE.search(key))
+        lowest = 1 if canonical in SIZE_LIMITS or _AT_LEAST_ONE.search(key) else 0
+        sized = lowest == 1 or (_SIZE_NAME.search(key) and not _ALLOWED_NEGATIVE.search(key))
         if isinstance(value, int) and (abs(value) > limit or (sized and value < lowest)):
             raise Problem(
                 "config-out-of-range",
@@ -229,3 +248,14 @@ def _check_types(config: dict[str, Any], declared: ConfigClass | None, prefix: s
                 field=f"{prefix}{key}",
                 limit=limit,
             )
+
+
+def _check_activation(name: str, field: str) -> None:
+    known = known_activations()
+    if known and name not in known:
+        raise Problem(
+            "config-unknown-activation",
+            f"{field} {name[:80]!r} is no activation that transformers knows",
+            f"one of {', '.join(sorted(known))}",
+            field=field,
+        )

@@ -78,6 +78,19 @@ def known_model_types() -> dict[str, str]:
     return dict(_tables().get("CONFIG_MAPPING_NAMES", {}))
 
 
+@cache
+def known_activations() -> frozenset[str]:
+    """Names that a configuration may give as its activation function."""
+    path = (_package() or Path()) / "activations.py"
+    if not path.is_file():
+        return frozenset()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "ACT2CLS":
+            keys = getattr(node.value, "keys", [])
+            return frozenset(k.value for k in keys if isinstance(k, ast.Constant) and isinstance(k.value, str))
+    return frozenset()
+
+
 def nearest_model_types(model_type: str, count: int = 3) -> list[str]:
     """Known names that look like this one, best first."""
     normal = {name.lower().replace("-", "_"): name for name in known_model_types()}

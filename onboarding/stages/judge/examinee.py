@@ -15,6 +15,8 @@ from onboarding.sandbox import Limits, Outcome, Sandbox, module_command
 
 LONGEST_REPLY = 2**20
 PATIENCE = 6.0
+IDLE_S = 30.0
+"""Seconds by the clock without any CPU time after which a process is asleep; a busy machine gives each its share."""
 CHILD = "onboarding.stages.judge.child"
 
 
@@ -58,6 +60,7 @@ class Examinee:
         self._received = b""
         self._cpu_limit = 240.0
         self._next_look = 0.0
+        self._cpu_seen, self._active = 0.0, time.monotonic()
         self._started = time.monotonic()
 
     def ready(self) -> dict[str, Any]:
@@ -81,6 +84,7 @@ class Examinee:
         """
         deadline = time.monotonic() + self._answer_s * PATIENCE
         self._cpu_limit = self._running.cpu_seconds() + self._answer_s
+        self._active = time.monotonic()  # it waited for us, not we for it
         message = json.dumps(request).encode() + b"\n"
         while message:
             try:
@@ -125,9 +129,17 @@ class Examinee:
             Refusal: a limit is exceeded or the process has ended.
         """
         now = time.monotonic()
-        if now > deadline or (now > self._next_look and self._running.cpu_seconds() > self._cpu_limit):
+        if now > deadline:
             raise Refusal(self._reason("time"))
-        self._next_look = now + 0.5 if now > self._next_look else self._next_look
+        if now > self._next_look:
+            self._next_look = now + 0.5
+            used = self._running.cpu_seconds()
+            if used > self._cpu_limit:
+                raise Refusal(self._reason("time"))
+            if used > self._cpu_seen + 0.01:
+                self._cpu_seen, self._active = used, now
+            elif now - self._active > IDLE_S:
+                raise Refusal(self._reason("idle"))
         if now - self._started > self._limits.wall_s:
             raise Refusal(self._reason("time"))
         readable, reason = self._running.watch(self._replies if read else None, min(0.1, deadline - now))
@@ -141,6 +153,7 @@ class Examinee:
         said = outcome.stderr_tail.strip().splitlines()[-1:] or [""]
         words = {
             "": "its process ended early with status 0",
+            "idle": f"it sleeps: no work for {IDLE_S:g} s",
             "time": f"it did not finish within {self._answer_s:g} s of work",
             "output": f"it printed more than {self._limits.output_bytes >> 20} MiB",
             "disk": f"it wrote more than {self._limits.scratch_bytes >> 20} MiB",

@@ -19,7 +19,7 @@ from torch import Tensor
 from kernel_templates.spec import OperatorSpec
 from onboarding.problem import Problem
 from onboarding.sandbox import Limits, Sandbox
-from onboarding.stages.judge import images, oracle, trials, verify
+from onboarding.stages.judge import images, oracle, structure, trials, verify
 from onboarding.stages.judge.examinee import Examinee, Refusal
 from onboarding.stages.judge.images import Image
 from onboarding.stages.judge.oracle import Call
@@ -106,6 +106,7 @@ def judge(
             findings.reasons.append(str(refusal))
     finally:
         examinee.close()
+    findings.reasons += [str(finding) for finding in structure.findings(source)]
     return _verdict(findings, spec, digest, device, seed, sandbox.describe())
 
 

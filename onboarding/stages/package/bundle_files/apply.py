@@ -81,19 +81,19 @@ def apply(
         model: a transformers model on one kind of device.
         bundle: the bundle's folder; by default the one that this file lies in.
         verify: check every file against the signed manifest first.
-        trusted_key: public key (hex) that must have signed the bundle.
+        trusted_key: public key (hex) that must have signed the bundle; None accepts the user's trusted keys.
         allow_interpreter: whether CPU tensors may run through Triton's interpreter, which is exact and slow; None
             allows it on a machine without a GPU.
         allow_unproven: run on a GPU kernels whose verdict does not cover this GPU and Triton version.
         only: digests to use; None means all.
 
     Raises:
-        BundleError: the bundle is not what was signed.
+        BundleError: the bundle is not what was signed, or nobody that is trusted here signed it.
         KernelRefused: the kernels' verdicts do not cover this device.
     """
     root = Path(bundle).resolve()
     if verify:
-        _sibling(root, "verify").verify(root, trusted_key)
+        _sibling(root, "verify").verify_trusted(root, trusted_key)
     entries = [
         e for e in json.loads((root / "bundle.json").read_text())["kernels"] if only is None or e["digest"] in only
     ]
@@ -113,6 +113,33 @@ def apply(
         applied.remove()
         raise
     return applied
+
+
+def load_op(
+    digest: str,
+    *,
+    bundle: Path | str = HERE,
+    verify: bool = True,
+    trusted_key: str | None = None,
+    allow_unproven: bool = False,
+) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """One operator of the bundle, by the digest of its spec: ``op(**tensors)`` gives the tuple of its outputs.
+
+    Raises:
+        KeyError: the bundle has no such operator.
+        BundleError: the bundle is not what was signed, or nobody that is trusted here signed it.
+        KernelRefused: there is a GPU, and the verdict does not cover it.
+    """
+    root = Path(bundle).resolve()
+    if verify:
+        _sibling(root, "verify").verify_trusted(root, trusted_key)
+    entries = {e["digest"]: e for e in json.loads((root / "bundle.json").read_text())["kernels"]}
+    if digest not in entries:
+        raise KeyError(f"no operator {digest}; the bundle has {', '.join(sorted(entries))}")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    _permit(entries[digest], device, None, allow_unproven)
+    op: Callable[..., tuple[torch.Tensor, ...]] = _load_kernel(root, entries[digest]).op
+    return op
 
 
 def _swap(

@@ -5,11 +5,15 @@ The signature check follows RFC 8032, section 5.1.7, on affine integers: a few m
 nothing secret is handled here.
 
     python verify.py [FOLDER] [--key HEX]
+
+A signature proves integrity; who signed it shows only against a key that you trust: ``--key``, or a line of
+``trusted_keys`` in the user's configuration folder, where ``onboard bundle pull`` notes its service's key.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 from pathlib import Path
 
@@ -57,6 +61,36 @@ def verify(folder: Path | str, trusted_key: str | None = None) -> str:
     if not ed25519_valid(public, signature, manifest):
         raise BundleError(f"{MANIFEST} does not match its signature")
     _check_files(root, _parse_manifest(manifest.decode()))
+    return key
+
+
+def trusted_keys_file() -> Path:
+    """Where a user's trusted keys are listed: one key in hex a line, then anything."""
+    base = os.environ.get("XDG_CONFIG_HOME")
+    return (Path(base) if base else Path.home() / ".config") / "onboard" / "trusted_keys"
+
+
+def trusted_keys() -> set[str]:
+    """The keys that this user trusts."""
+    try:
+        lines = trusted_keys_file().read_text().splitlines()
+    except OSError:
+        return set()
+    return {line.split()[0].lower() for line in lines if line.strip()}
+
+
+def verify_trusted(folder: Path | str, trusted_key: str | None = None) -> str:
+    """Like :func:`verify`, but the key must be ``trusted_key`` or one that this user trusts.
+
+    Raises:
+        BundleError: the bundle is not intact, or nobody that is trusted here signed it.
+    """
+    key = verify(folder, trusted_key)
+    if trusted_key is None and key not in trusted_keys():
+        raise BundleError(
+            f"every file is what was signed, but the signing key {key} is unknown here; if you have this key from the "
+            f"signer, name it (--key, trusted_key=) or add it to {trusted_keys_file()}"
+        )
     return key
 
 
@@ -161,7 +195,7 @@ def main(arguments: list[str]) -> int:
         arguments = arguments[:at] + arguments[at + 2 :]
     folder = Path(arguments[0]) if arguments else Path(__file__).parent
     try:
-        key = verify(folder, trusted)
+        key = verify_trusted(folder, trusted)
     except BundleError as error:
         print(f"refused: {error}", file=sys.stderr)
         return 1
