@@ -7,10 +7,12 @@ Read with ``ast`` only: nothing of the candidate is imported here.
 from __future__ import annotations
 
 import ast
+import math
 import types
 from dataclasses import dataclass
 
 import torch
+import triton
 
 ALLOWED_IMPORTS = frozenset({"__future__", "math", "torch", "triton"})
 FORBIDDEN_NAMES = frozenset(
@@ -22,7 +24,14 @@ FORBIDDEN_OF_TORCH = frozenset(
     {"compile", "classes", "from_file", "hub", "import_ir_module", "load", "ops", "save"}
     | {"set_default_device", "set_default_dtype"}
 )
-ALLOWED_MODULES_OF_TORCH = frozenset({"cuda"})
+ALLOWED_MODULES = frozenset({"math", "torch", "torch.cuda", "triton", "triton.language", "triton.language.math"})
+"""Every other module that an attribute leads to is refused: ``torch.os`` is the operating system."""
+ROOTS: dict[str, types.ModuleType] = {
+    "math": math,
+    "torch": torch,
+    "triton": triton,
+    "tl": triton.language,
+}
 MUTATING = frozenset(
     {"append", "add", "clear", "discard", "extend", "insert", "pop", "popitem", "remove", "reverse"}
     | {"setdefault", "sort", "update"}
@@ -84,36 +93,51 @@ class _Reader(ast.NodeVisitor):
     def visit_Import(self, node: ast.Import) -> None:
         for alias in node.names:
             self._imported(node, alias.name, alias.name)
+            if alias.asname is not None and (alias.name, alias.asname) != ("triton.language", "tl"):
+                self.add(node, f"the candidate renames {alias.name}")
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
         module = "." * node.level + (node.module or "")
         for alias in node.names:
             self._imported(node, module, f"{module}.{alias.name}")
+            if alias.asname is not None:
+                self.add(node, f"the candidate renames {alias.name}")
 
     def _imported(self, node: ast.AST, module: str, name: str) -> None:
-        if module.split(".")[0] not in ALLOWED_IMPORTS:
+        first = module.split(".")[0]
+        if first not in ALLOWED_IMPORTS:
             self.add(node, f"the candidate imports {module}")
-        elif name.startswith("torch."):
-            self._of_torch(node, name.split(".")[1])
+        elif first != "__future__":
+            self._reaches(node, name.split("."))
 
     def visit_Name(self, node: ast.Name) -> None:
         if node.id in FORBIDDEN_NAMES:
             self.add(node, f"the candidate uses {node.id}")
+        if node.id in ROOTS:
+            self.add(node, f"the candidate hands the module {node.id} around")
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
         if node.attr.startswith("_"):
             self.add(node, f"the candidate reaches for {node.attr}")
-        if isinstance(node.value, ast.Name) and node.value.id == "torch":
-            self._of_torch(node, node.attr)
         if isinstance(node.ctx, ast.Store | ast.Del):
             self.add(node, f"the candidate changes the attribute {node.attr}")
-        self.generic_visit(node)
+        path = _path(node)
+        if path and path[0] in ROOTS:
+            self._reaches(node, path)
+        else:
+            self.generic_visit(node)
 
-    def _of_torch(self, node: ast.AST, name: str) -> None:
-        module = isinstance(getattr(torch, name, None), types.ModuleType) and name not in ALLOWED_MODULES_OF_TORCH
-        # torch.Tensor may be named in annotations
-        if (module and name != "Tensor") or name in FORBIDDEN_OF_TORCH:
-            self.add(node, f"the candidate reaches for torch.{name}")
+    def _reaches(self, node: ast.AST, path: list[str]) -> None:
+        """Follow a path of attributes from one of the modules that a candidate may use."""
+        found: object = ROOTS.get(path[0])
+        for depth, name in enumerate(path[1:], start=2):
+            if name.startswith("_") or (path[0] == "torch" and name in FORBIDDEN_OF_TORCH):
+                self.add(node, f"the candidate reaches for {'.'.join(path[:depth])}")
+                return
+            found = getattr(found, name, None)
+            if isinstance(found, types.ModuleType) and found.__name__ not in ALLOWED_MODULES:
+                self.add(node, f"the candidate reaches for {'.'.join(path[:depth])}")
+                return
 
     def visit_Subscript(self, node: ast.Subscript) -> None:
         if isinstance(node.ctx, ast.Store | ast.Del) and _root(node.value) in self.constants:
@@ -141,6 +165,15 @@ class _Reader(ast.NodeVisitor):
 
     visit_ClassDef = visit_AsyncFunctionDef = visit_Global = visit_Nonlocal = visit_Try = visit_TryStar = _refused
     visit_Yield = visit_YieldFrom = visit_Await = _refused
+
+
+def _path(node: ast.expr) -> list[str]:
+    """``["a", "b", "c"]`` of ``a.b.c``; empty for anything else."""
+    names: list[str] = []
+    while isinstance(node, ast.Attribute):
+        names.append(node.attr)
+        node = node.value
+    return [node.id, *reversed(names)] if isinstance(node, ast.Name) else []
 
 
 def _root(node: ast.expr) -> str:
