@@ -103,6 +103,8 @@ def parse_view(outcome: dict[str, Any]) -> RenderableType:
     roles = plain("role", "parameters", "share", right=("parameters", "share"))
     for role, n in sorted(census["by_role"].items(), key=lambda item: -item[1]):
         roles.add_row(Text(role), count(n), percent(n / census["total"]))
+    for part, n in census["not_built"].items():
+        roles.add_row(Text(f"{part}, in the checkpoint only"), count(n), percent(n / census["total"]))
     parts: list[RenderableType] = [head, "", strip(a), "", blocks_table(a), "", roles]
     if outcome["gaps"] is not None:
         gaps = outcome["gaps"]
