@@ -153,5 +153,7 @@ def test_right_kernels_are_accepted(family: str, flags: dict[str, Any], tmp_path
     found = verdict(candidate(spec), spec, tmp_path, cases=2 if family in ("moe", "linear_attention") else 3, seed=None)
     assert found.outcome == "accepted", (found.seed, found.reasons)
     assert 0 < found.worst_share <= 1
-    assert all(share > 1 for case in found.cases[:2] for share in case.sensitivity.values())
+    # a single case may be unable to tell (a gradient of one element that is nearly zero); all cases together may not
+    named = {name for case in found.cases for name in case.sensitivity}
+    assert named == {name for case in found.cases for name, share in case.sensitivity.items() if share > 1}
     assert found.level == "interpreted"
