@@ -69,10 +69,9 @@ def host() -> StepHost:
 
 @app.task(name=ADVANCE)  # type: ignore[untyped-decorator]  # celery has no types
 def advance(step_id: int, queue: str) -> None:
-    """Run the hinted step, or, if that one is taken, any other ready step of the queue."""
+    """Run one ready step of the queue, the oldest job's first: a hint says that there is work, not which comes next."""
     owner = f"{os.uname().nodename}:{os.getpid()}:{uuid.uuid4().hex}"
-    candidates = [step_id, *(step.id for step in store().ready_steps([queue]) if step.id != step_id)]
-    for candidate in candidates:
+    for candidate in [*(step.id for step in store().ready_steps([queue])), step_id]:
         if stopping.is_set() or candidate is None:
             return
         step = store().claim_step(candidate, owner, settings().lease_s)

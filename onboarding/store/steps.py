@@ -39,7 +39,7 @@ class StepStore(JobStore):
             return session.get(Step, step_id)
 
     def ready_steps(self, queues: Collection[str] | None = None, *, older_than_s: float = 0.0) -> list[Step]:
-        """Steps that wait for a runner, oldest first.
+        """Steps that wait for a runner: the oldest job first, in it the oldest step.
 
         Args:
             queues: only of these queues.
@@ -47,7 +47,11 @@ class StepStore(JobStore):
         """
         with self.reading() as session:
             until = self.now(session) - timedelta(seconds=older_than_s)
-            query = select(Step).where(STEP.c.state == "ready", STEP.c.created_at <= until).order_by(STEP.c.id)
+            query = (
+                select(Step)
+                .where(STEP.c.state == "ready", STEP.c.created_at <= until)
+                .order_by(STEP.c.job_id, STEP.c.id)
+            )
             if queues is not None:
                 query = query.where(STEP.c.queue.in_(list(queues)))
             return list(session.scalars(query))

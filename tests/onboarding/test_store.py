@@ -54,6 +54,13 @@ def test_the_migrated_schema_is_the_declared_one(store: Store) -> None:
         assert compare_metadata(context, SQLModel.metadata) == []
 
 
+def test_the_oldest_job_goes_on_before_a_younger_one_begins(store: Store) -> None:
+    first, second = sorted([new_job(store).id, new_job(store).id])
+    finish(store, claim(store))  # the first job's next step is newer than the second job's only one
+    assert [step.job_id for step in store.ready_steps()] == [first, second]
+    assert [step.stage for step in store.ready_steps()] == ["parse", "intake"]
+
+
 def test_a_job_runs_to_its_end_with_an_event_for_every_change(store: Store) -> None:
     job = new_job(store, options=JobOptions(profile="quick"))
     order = []
