@@ -33,7 +33,8 @@ def jobs_table(jobs: list[dict[str, Any]]) -> Table:
     """Jobs, one a row."""
     table = plain("job", "model", "state", "profile", "elapsed", "submitted", right=("elapsed",))
     for column in table.columns:
-        column.no_wrap = column.header != "model"  # an id is for copying
+        column.no_wrap = True  # an id is for copying, and a long name may not push it out
+    table.columns[1].overflow, table.columns[1].min_width, table.columns[1].max_width = "ellipsis", 12, 40
     for job in jobs:
         word = STATE_WORDS.get(job["state"], job["state"])
         when = job["created_at"][5:16].replace("T", " ")

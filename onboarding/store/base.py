@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -51,6 +52,8 @@ class Database:
         if self.is_sqlite:
             if parsed.database:
                 Path(parsed.database).parent.mkdir(parents=True, exist_ok=True)
+                # made here and private: SQLite would make it readable to all; its -wal and -shm files follow its mode
+                os.close(os.open(parsed.database, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
             self.engine = create_engine(parsed, connect_args={"timeout": BUSY_TIMEOUT_S})
             _prepare_sqlite(self.engine)
         else:
