@@ -19,6 +19,7 @@ KIND_STYLES = (
     "black on bright_yellow",
 )
 STRIP_WIDTH = 32
+LONGEST_NAME = 36
 
 
 def plain(*columns: str, right: tuple[str, ...] = ()) -> Table:
@@ -33,12 +34,12 @@ def jobs_table(jobs: list[dict[str, Any]]) -> Table:
     """Jobs, one a row."""
     table = plain("job", "model", "state", "profile", "elapsed", "submitted", right=("elapsed",))
     for column in table.columns:
-        column.no_wrap = True  # an id is for copying, and a long name may not push it out
-    table.columns[1].overflow, table.columns[1].min_width, table.columns[1].max_width = "ellipsis", 12, 40
+        column.no_wrap = column.header != "model"  # an id is for copying
     for job in jobs:
         word = STATE_WORDS.get(job["state"], job["state"])
         when = job["created_at"][5:16].replace("T", " ")
-        cells = (job["id"], job["name"], "", job["profile"], duration(job["elapsed_s"]), when)
+        name = job["name"] if len(job["name"]) <= LONGEST_NAME else job["name"][: LONGEST_NAME - 1] + "…"
+        cells = (job["id"], name, "", job["profile"], duration(job["elapsed_s"]), when)
         texts = [Text(cell) for cell in cells]
         texts[2] = Text(word, style=STYLES.get(word, ""))
         table.add_row(*texts)
