@@ -1,9 +1,16 @@
 # The README's two commands are `make demo` and `make test`; each is complete on a fresh machine.
 
+SHELL := /bin/bash
+.SHELLFLAGS := -o pipefail -c
 PYTHON ?= python3
 BIN := .venv/bin
 # A CPU build of torch comes without triton; a CUDA build brings and pins its own.
 TRITON_FOR_CPU := triton==3.6.0
+PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
+# pip's last line, in place, where there is a terminal to show it on; its errors always
+LAST_LINE := awk -v tty=$$([ -t 2 ] && echo 1 || echo 0) \
+	'tty && /^(Collecting|Downloading|Installing)/ { printf "\r\033[K  %s", substr($$0, 1, 70); fflush() } \
+	END { if (tty) printf "\r\033[K" }'
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest
 
 .PHONY: demo test test-slow lint format serve setup clean
@@ -38,14 +45,13 @@ setup: .venv/.ready
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv || \
 		{ echo "python3 -m venv failed; on Debian: apt install python3-venv"; exit 1; }
 	@echo "setting up .venv (torch and the rest, a few minutes the first time)"
-	@start=$$(date +%s); $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e . && \
-		{ $(BIN)/python -c 'import triton' 2>/dev/null || \
-		  $(BIN)/python -m pip install --quiet --disable-pip-version-check $(TRITON_FOR_CPU); } && \
+	@start=$$(date +%s); $(PIP) -e . | $(LAST_LINE) && \
+		{ $(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) $(TRITON_FOR_CPU) | $(LAST_LINE); } && \
 		echo "setting up .venv ... done ($$(( $$(date +%s) - start )) s)"
 	@touch $@
 
 .venv/.ready-dev: .venv/.ready
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@$(PIP) -e '.[dev]' | $(LAST_LINE)
 	@touch $@
 
 clean:
