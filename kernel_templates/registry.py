@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib
-from types import ModuleType
 from typing import Any
 
+from kernel_templates.novel import NOVEL, NovelSpec
 from kernel_templates.spec import OperatorSpec
 
-FAMILIES = ("norm", "gated_activation", "moe", "linear_attention")
+FAMILIES = ("norm", "gated_activation", "moe", "linear_attention", "short_convolution")
 
 
 def spec_class(family: str) -> type[OperatorSpec]:
@@ -17,6 +17,8 @@ def spec_class(family: str) -> type[OperatorSpec]:
     Raises:
         KeyError: if there is no such family.
     """
+    if family == NOVEL:
+        return NovelSpec
     if family not in FAMILIES:
         raise KeyError(f"unknown template family {family!r}; known: {', '.join(FAMILIES)}")
     module = importlib.import_module(f"kernel_templates.{family}.spec")
@@ -39,8 +41,18 @@ def load_spec(data: dict[str, Any]) -> OperatorSpec:
     return spec_class(family)(**fields)
 
 
-def family_module(family: str, part: str) -> ModuleType:
+_adapters: dict[str, Any] = {}
+
+
+def add_adapter(family: str, adapter: Any) -> None:
+    """Let ``adapter`` stand for the modules of a family that has no folder (novel operators)."""
+    _adapters[family] = adapter
+
+
+def family_module(family: str, part: str) -> Any:
     """A family's module: ``reference``, ``template``, ``cases``, ``tuning`` or ``op`` (these import torch)."""
+    if family in _adapters:
+        return _adapters[family]
     if family not in FAMILIES:
         raise KeyError(f"unknown template family {family!r}; known: {', '.join(FAMILIES)}")
     return importlib.import_module(f"kernel_templates.{family}.{part}")

@@ -52,9 +52,12 @@ class Cap:
 CAPS: dict[str, Cap] = {
     "norm": Cap(output=4e-3, gradient=5e-3),
     "gated_activation": Cap(output=4e-3, gradient=5e-3),
+    "short_convolution": Cap(output=4e-3, gradient=5e-3),
     "moe": Cap(output=8e-3, gradient=1e-2),
     # the gradients of decay and beta are differences of nearly equal sums
     "linear_attention": Cap(output=8e-3, gradient=1e-2, by_gradient=(("g", 2e-2), ("beta", 2e-2))),
+    # operators known by their reference only: its matrix products with rounded operands are the yardstick
+    "novel": Cap(output=8e-3, gradient=2e-2),
 }
 
 # caps of other dtypes follow bf16's by the ratio of their unit roundoffs; fp32 keeps room for exponentials, whose

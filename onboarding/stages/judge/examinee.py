@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from onboarding.problem import Problem
-from onboarding.sandbox import Limits, Outcome, Sandbox, module_command
+from onboarding.sandbox import Limits, Outcome, Sandbox
 
 LONGEST_REPLY = 2**20
 PATIENCE = 6.0
@@ -32,9 +32,12 @@ class Examinee:
         device: ``cpu`` or ``cuda``.
         answer_s: longest time for one answer: CPU seconds of the process, or :data:`PATIENCE` times as long by the
             clock. A machine that is busy with other work makes no candidate wrong.
+        child: module that serves the requests; the candidate's by default.
     """
 
-    def __init__(self, sandbox: Sandbox, folder: Path, device: str, limits: Limits, answer_s: float) -> None:
+    def __init__(
+        self, sandbox: Sandbox, folder: Path, device: str, limits: Limits, answer_s: float, *, child: str = CHILD
+    ) -> None:
         self.given, self.work = folder / "given", folder / "work"
         for place in (folder, self.given, self.work):
             place.mkdir(exist_ok=True)
@@ -42,14 +45,15 @@ class Examinee:
         self._limits, self._answer_s = limits, answer_s
         child_reads, self._requests = os.pipe()
         self._replies, child_writes = os.pipe()
-        argv, env = module_command(CHILD, [str(child_reads), str(child_writes), device])
+        argv, env = module_command(child, [str(child_reads), str(child_writes), device])
         try:
-            self._running = sandbox.start(
-                argv,
+            self._running = sandbox.start_module(
+                CHILD,
+                [device],
                 scratch=self.work,
                 read_only=[self.given],
                 limits=limits,
-                env=env | {"OMP_NUM_THREADS": "1"},
+                env={"OMP_NUM_THREADS": "1"},
                 fds=[child_reads, child_writes],
             )
         finally:

@@ -19,7 +19,7 @@ from torch import Tensor
 from kernel_templates.spec import OperatorSpec
 from onboarding.problem import Problem
 from onboarding.sandbox import Limits, Sandbox
-from onboarding.stages.judge import images, oracle, structure, trials, verify
+from onboarding.stages.judge import images, novel, structure, trials, verify
 from onboarding.stages.judge.examinee import Examinee, Refusal
 from onboarding.stages.judge.images import Image
 from onboarding.stages.judge.oracle import Call
@@ -100,8 +100,9 @@ def judge(
     try:
         findings.child = examinee.ready()
         try:
-            _load(examinee, source, spec, configs or oracle.TEMPLATES / spec.family / "configs")
-            _try_all(examinee, spec, source, device, cases, seed, findings, progress)
+            _load(examinee, source, spec, configs or novel.configs_for(spec, source, folder / "configs"))
+            with novel.FAMILY.opened(spec, folder / "reference", unsafe=unsafe):
+                _try_all(examinee, spec, source, device, cases, seed, findings, progress)
         except Refusal as refusal:
             findings.reasons.append(str(refusal))
     finally:

@@ -18,7 +18,7 @@ from torch import Tensor
 import kernel_templates
 from kernel_templates import tolerance
 from kernel_templates.configs import Chooser
-from kernel_templates.registry import family_module
+from kernel_templates.registry import FAMILIES, family_module
 from kernel_templates.spec import OperatorSpec
 
 Tensors = dict[str, Tensor | None]
@@ -97,7 +97,9 @@ def contract(spec: OperatorSpec, tensors: Tensors) -> dict[str, Tensor]:
 
 
 def config_for(spec: OperatorSpec, tensors: Tensors) -> dict[str, Any]:
-    """The configuration in force for these tensors."""
+    """The configuration in force for these tensors; a family without configurations needs none."""
+    if spec.family not in FAMILIES:
+        return {}
     template = family_module(spec.family, "template")
     device = next(t.device for t in tensors.values() if t is not None)
     return chooser(spec.family)(template.bucket(tensors, spec), device)

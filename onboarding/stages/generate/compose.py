@@ -1,0 +1,67 @@
+"""A candidate out of written source: what the author wrote, and a header that only we write. Free of torch."""
+
+from __future__ import annotations
+
+import ast
+import json
+
+from kernel_templates.spec import OperatorSpec
+
+OURS = ("FAMILY", "SPEC_DIGEST", "SPEC", "INPUTS", "OUTPUTS", "TRAITS", "bucket")
+"""Names of a candidate that state its contract: an author's own are dropped."""
+HOSTS = ("outputs_like", "forward", "backward")
+
+
+class ComposeError(ValueError):
+    """The source cannot become a candidate; the message says why."""
+
+
+def compose(body: str, spec: OperatorSpec) -> str:
+    """The candidate's source: ``body`` without any contract of its own, then the contract of ``spec``.
+
+    Raises:
+        ComposeError: the body is not Python, or a host function is missing.
+    """
+    try:
+        tree = ast.parse(body)
+    except (SyntaxError, ValueError) as error:
+        raise ComposeError(f"not valid Python: {error}") from error
+    lines = body.splitlines()
+    for node in reversed(tree.body):
+        if _names(node) & set(OURS):
+            first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))])
+            del lines[first - 1 : node.end_lineno]
+    defined = {name for node in tree.body for name in _names(node)}
+    missing = [name for name in HOSTS if name not in defined]
+    if missing:
+        raise ComposeError(f"it does not define {', '.join(missing)}")
+    return "\n".join([*lines, "", "", *_contract(spec), ""]).lstrip("\n")
+
+
+def _contract(spec: OperatorSpec) -> list[str]:
+    def role(differentiable: bool, optional: bool) -> str:
+        return " ".join(filter(None, ("differentiable" * differentiable, "optional" * optional)))
+
+    inputs = {r.name: role(r.differentiable, r.optional) for r in spec.inputs()}
+    outputs = {r.name: role(r.differentiable, r.optional) for r in spec.outputs()}
+    return [
+        f"FAMILY = {json.dumps(spec.family)}",
+        f"SPEC_DIGEST = {json.dumps(spec.digest())}",
+        f"INPUTS = {json.dumps(inputs)}",
+        f"OUTPUTS = {json.dumps(outputs)}",
+        "",
+        "",
+        "def bucket(tensors):",
+        '    """One configuration serves all sizes."""',
+        "    return {}",
+    ]
+
+
+def _names(node: ast.stmt) -> set[str]:
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        return {node.name}
+    if isinstance(node, ast.Assign):
+        return {target.id for target in node.targets if isinstance(target, ast.Name)}
+    if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+        return {node.target.id}
+    return set()
