@@ -283,7 +283,9 @@ class RunConfig:
     def __post_init__(self) -> None:
         _positive(self, "steps")
         if self.optimizer.warmup_steps > self.steps:
-            raise ValueError(f"optimizer.warmup_steps is {self.optimizer.warmup_steps}, but there are {self.steps} steps")
+            raise ValueError(
+                f"optimizer.warmup_steps is {self.optimizer.warmup_steps}, but there are {self.steps} steps"
+            )
 
     def microsteps(self, world_size: int) -> int:
         """Forward and backward passes of one rank in one step.

@@ -164,7 +164,7 @@ def open_source(config: DataConfig) -> Source:
         if not names:
             advice = "check the path; globs and addresses are allowed"
             raise Refused("data-missing", f"no data file at {pattern}", advice)
-        found.update({name: fs for name in names})
+        found.update(dict.fromkeys(names, fs))
     files = [_open(found[name], name, config) for name in sorted(found)]
     source = Source(files)
     if len(source) == 0:

@@ -136,7 +136,9 @@ class Encoder:
             detail = f"it has {', '.join(map(repr, record)) or 'nothing'}; {wanted} is wanted (data.*_field says which)"
             raise Refused("data-field", f"{where} has no field to train on", detail)
         if len(document) and int(document.ids.max()) >= self.vocabulary:
-            detail = f"token {int(document.ids.max())}, but the model knows {self.vocabulary}; is it this model's tokenizer?"
+            detail = (
+                f"token {int(document.ids.max())}, but the model knows {self.vocabulary}; is it this model's tokenizer?"
+            )
             raise Refused("data-vocabulary", f"{where} has tokens outside the model's vocabulary", detail)
         return document
 
@@ -195,7 +197,9 @@ def open_tokenizer(config: DataConfig, definition: Path, end: int | None) -> Tok
             template = Path(config.chat_template).read_text()
         except OSError as error:
             advice = error.strerror or str(error)
-            raise Refused("template-missing", f"cannot read data.chat_template {config.chat_template}", advice) from None
+            raise Refused(
+                "template-missing", f"cannot read data.chat_template {config.chat_template}", advice
+            ) from None
     return ByteTokenizer(end, template) if config.tokenizer == "bytes" else ModelTokenizer(definition, template)
 
 
