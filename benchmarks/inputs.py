@@ -20,7 +20,13 @@ def make(benchmark: Benchmark, device: torch.device, seed: int = 0) -> dict[str,
     def normal(*shape: int, scale: float = 1.0, dtype: torch.dtype = dtype) -> Tensor:
         return (torch.randn(shape, generator=generator, device=device) * scale).to(dtype)
 
-    draw = {"norm": _rows, "gated_activation": _rows, "moe": _experts, "linear_attention": _attention}
+    draw = {
+        "norm": _rows,
+        "gated_activation": _rows,
+        "short_convolution": _convolution,
+        "moe": _experts,
+        "linear_attention": _attention,
+    }
     tensors = draw[benchmark.spec.family](benchmark, normal)
     for role in benchmark.spec.inputs():
         tensor = tensors.get(role.name)
@@ -34,6 +40,12 @@ def _rows(benchmark: Benchmark, normal: Any) -> dict[str, Tensor | None]:
     width = spec.hidden if spec.family == "norm" else spec.width
     shapes = {"weight": (width,), "gate_up": (benchmark.tokens, 2 * width)}
     return {r.name: normal(*shapes.get(r.name, (benchmark.tokens, width))) for r in spec.inputs()}
+
+
+def _convolution(benchmark: Benchmark, normal: Any) -> dict[str, Tensor | None]:
+    spec: Any = benchmark.spec
+    x, weight = normal(1, benchmark.tokens, spec.channels), normal(spec.channels, spec.width, scale=spec.width**-0.5)
+    return {"x": x, "weight": weight, "cu_seqlens": None}
 
 
 def _experts(benchmark: Benchmark, normal: Any) -> dict[str, Tensor | None]:

@@ -53,6 +53,29 @@ def fla_rms_norm_gated(benchmark: Benchmark, t: Inputs) -> Call:
     return lambda: rms_norm_gated(t["x"], t["gate"], t["weight"], None, activation=spec.gate, eps=spec.eps)
 
 
+def fla_causal_conv1d(benchmark: Benchmark, t: Inputs) -> Call:
+    """flash-linear-attention's causal_conv1d with its Triton kernels."""
+    causal_conv1d = _imported("fla.modules.conv", "causal_conv1d")
+
+    spec: Any = benchmark.spec
+    activation = None if spec.activation == "none" else spec.activation
+    return lambda: causal_conv1d(t["x"], t["weight"], t.get("bias"), activation=activation)[0]
+
+
+def torch_conv1d(benchmark: Benchmark, t: Inputs) -> Call:
+    """torch's conv1d and silu as transformers calls them, on channels-last memory."""
+    spec: Any = benchmark.spec
+    functional = torch.nn.functional
+
+    def call() -> Tensor:
+        x, width = t["x"].transpose(1, 2), spec.width
+        y = functional.conv1d(x, t["weight"].unsqueeze(1), t.get("bias"), padding=width - 1, groups=spec.channels)
+        y = y[..., : x.shape[-1]]
+        return (functional.silu(y) if spec.activation == "silu" else y).transpose(1, 2)
+
+    return call
+
+
 def transformers_grouped_mm(benchmark: Benchmark, t: Inputs) -> Call:
     """transformers' grouped_mm experts on the same weights."""
     from transformers.integrations import moe
@@ -92,6 +115,8 @@ PEERS: dict[str, Callable[[Benchmark, Inputs], Call]] = {
     "liger.rms_norm": liger_rms_norm,
     "liger.swiglu": liger_swiglu,
     "fla.rms_norm_gated": fla_rms_norm_gated,
+    "fla.causal_conv1d": fla_causal_conv1d,
+    "torch.conv1d": torch_conv1d,
     "transformers.grouped_mm": transformers_grouped_mm,
     "fla.kda": fla_kda,
     "fla.gated_delta_rule": fla_gated_delta_rule,

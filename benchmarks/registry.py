@@ -10,6 +10,7 @@ from kernel_templates.gated_activation.spec import Spec as GatedActivation
 from kernel_templates.linear_attention.spec import Spec as LinearAttention
 from kernel_templates.moe.spec import Spec as Experts
 from kernel_templates.norm.spec import Spec as Norm
+from kernel_templates.short_convolution.spec import Spec as ShortConvolution
 from kernel_templates.spec import OperatorSpec
 
 COPY_BYTES_PER_S = 4.27e12
@@ -97,6 +98,13 @@ BENCHMARKS: tuple[Benchmark, ...] = (
         peers=("liger.swiglu",),
         tiny={"width": 48},
     ),
+    Benchmark(
+        name="short_conv_8192x12288",
+        spec=ShortConvolution(channels=12288),
+        tokens=8192,
+        peers=("fla.causal_conv1d", "torch.conv1d"),
+        tiny={"channels": 24},
+    ),
     _experts("experts_e256_k8_d2304_i1024_t8192", 8192, 256, 8, 2304, 1024, False),
     _experts("experts_e256_k8_d2304_i1024_t8192", 8192, 256, 8, 2304, 1024, True),
     _experts("experts_e128_k8_d2048_i768_t16384", 16384, 128, 8, 2048, 768, False),
@@ -121,6 +129,9 @@ VARIANTS: dict[str, OperatorSpec] = {
     "gelu_tanh gate": GatedActivation(width=4096, activation="gelu_tanh"),
     "relu2 gate": GatedActivation(width=1024, activation="relu2"),
     "clamped gate, interleaved": GatedActivation(width=2880, layout="interleaved", **GPT_OSS),
+    "short convolution": ShortConvolution(channels=12288),
+    "short convolution, bias, states": ShortConvolution(channels=6144, bias=True, states=True),
+    "short convolution, 3 taps, no activation": ShortConvolution(channels=2048, width=3, activation="none"),
     "experts": Experts(experts=256, top_k=8, hidden=2304, intermediate=1024),
     "experts, gelu, interleaved": Experts(
         experts=64, top_k=4, hidden=1024, intermediate=512, activation="gelu", gate_up_layout="interleaved"

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-Hook = Literal["norm", "gated_norm", "gated_mlp", "experts", "linear_attention"]
+Hook = Literal["norm", "gated_norm", "gated_mlp", "experts", "linear_attention", "short_convolution"]
 
 
 class Record(BaseModel):
@@ -75,6 +75,167 @@ class GraphOperator(Record):
     """Runs on matrix units."""
 
 
+Component = Literal[
+    "mixer", "feed-forward", "router", "residual", "norm", "positions", "embedding", "head", "loss", "parameters"
+]
+
+
+class Proof(Record):
+    """One claim about the model, and how it was checked on the reduced twin."""
+
+    part: Component
+    claim: str
+    """What is said of the published model: ``sliding window 4096``, ``router: sigmoid, top 8, renormalised`` ..."""
+    check: str
+    """How: ``module against its definition, outputs and gradients``, ``outputs that move with one input`` ..."""
+    error: float | None = None
+    """Largest relative error found; for exact checks the number of differences."""
+    proven: bool
+    reason: str = ""
+    """Why it is not proven."""
+    layers: list[int] = Field(default_factory=list)
+    """Layers of the published model that the claim is about; none: the whole model."""
+
+
+class MixerRole(Record):
+    """What moves information along the sequence. Sizes are the published ones; 0 or None: it has none."""
+
+    kind: str
+    """``full``, ``sliding``, ``chunked``, ``sparse``, ``compressed``, ``bidirectional``; ``linear``, ``mamba1``,
+    ``mamba2``, ``recurrence``; ``convolution``; ``novel``."""
+    heads: str = ""
+    """``MHA``, ``GQA``, ``MQA`` or ``MLA``."""
+    query_heads: int = 0
+    key_heads: int = 0
+    head_dim: int = 0
+    value_dim: int = 0
+    scale: float | None = None
+    latent: int | None = None
+    """Width of MLA's key-value latent."""
+    query_latent: int | None = None
+    window: int | None = None
+    chunk: int | None = None
+    top_k: int | None = None
+    """Keys that sparse attention keeps for a query (pools count with their tokens)."""
+    pool: int | None = None
+    """Tokens in one selected or compressed entry."""
+    indexer: str = ""
+    """How keys are scored: ``relu, weighted heads`` ..."""
+    sinks: bool = False
+    softcap: float | None = None
+    output_gate: str = ""
+    """Activation of the gate on the output; empty: no gate."""
+    qk_norm: bool = False
+    bias: str = ""
+    """Additive scores: ``alibi``, ``relative`` or ``data``."""
+    decay: str = ""
+    """Of a recurrence: ``head``, ``channel``, ``state``, ``fixed``, ``none``."""
+    delta: bool = False
+    convolution: int | None = None
+    """Width of the convolution along the sequence."""
+    positions: str = ""
+    """``rope``, ``partial rope``, ``multimodal rope``, ``learned``, ``alibi``, ``none``."""
+    rotary_dims: int = 0
+    position_scale: bool = False
+    """Queries are scaled by their position."""
+
+
+class FeedForwardRole(Record):
+    """What works on each position alone."""
+
+    kind: str
+    """``dense``, ``experts`` or ``novel``."""
+    gated: bool = False
+    activation: str = ""
+    limit: float | None = None
+    """Clamp of gate and up."""
+    alpha: float = 1.0
+    up_offset: float = 0.0
+    layout: str = ""
+    """``separate``, ``concatenated`` or ``interleaved`` gate and up."""
+    bias: bool = False
+    width: int = 0
+    experts: int = 0
+    top_k: int = 0
+    router: str = ""
+    """E.g. ``sigmoid, selection bias, 8 groups of which 4, top 8, renormalised, x 2.5``."""
+    score: str = ""
+    selection_bias: bool = False
+    groups: int = 1
+    kept_groups: int = 1
+    renormalised: bool = False
+    scaling: float = 1.0
+    shared: int = 0
+    """Feed-forwards beside the routed experts that every token uses."""
+    shared_gate: str = ""
+    latent: int | None = None
+    """Width in which routed experts work, where it is not the model's."""
+
+
+class NormRole(Record):
+    """A normalisation and where it stands."""
+
+    form: str
+    """``RMSNorm``, ``RMSNorm (1 + w)``, ``LayerNorm``, ``L2 norm`` ..."""
+    place: str
+    """``pre``, ``post``, ``query/key``, ``latent``, ``output``, ``final``, ``inner``."""
+    weighted: bool = True
+    eps: float = 0.0
+
+
+class ResidualRole(Record):
+    """How a part's output joins the stream."""
+
+    kind: str
+    """``plain``, ``scaled``, ``parallel``, ``hyper-connections``, ``attention residuals``, ``none`` or ``novel``."""
+    scale: float = 1.0
+    streams: int = 1
+
+
+class BlockRoles(Record):
+    """What a block is made of, as proven on the reduced twin."""
+
+    mixers: list[MixerRole] = Field(default_factory=list)
+    feed_forwards: list[FeedForwardRole] = Field(default_factory=list)
+    residual: ResidualRole | None = None
+    norms: list[NormRole] = Field(default_factory=list)
+
+
+class NovelReference(Record):
+    """A module that matches nothing known: its own subgraph is its definition."""
+
+    module: str
+    """Class name."""
+    path: str
+    """In the reduced twin."""
+    code: str
+    """The subgraph as Python: ``forward(self, *inputs)``, inputs as listed."""
+    inputs: list[str] = Field(default_factory=list)
+    """Name and shape of each input."""
+    error: float
+    """Of the subgraph against the module on fresh inputs, forward and backward."""
+
+
+class ModelFacts(Record):
+    """What holds for the model as a whole."""
+
+    tied_embeddings: bool = False
+    embedding_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
+    positions: str = ""
+    """The rotary variant and its scaling, e.g. ``rope, theta 1e+06, yarn x 4``."""
+    auxiliary_losses: list[str] = Field(default_factory=list)
+    """What is added to the loss, and whether it is on by default."""
+    prediction_heads: int = 0
+    """Multi-token prediction layers that the class builds."""
+    without_gradient: list[str] = Field(default_factory=list)
+    """Parameters that get no gradient in the reference (name patterns, ``*`` for the layer)."""
+    fp32_parameters: list[str] = Field(default_factory=list)
+    buffers: list[str] = Field(default_factory=list)
+    """Tensors that are saved with the weights and are not trained."""
+
+
 class BlockKind(Record):
     """A kind of decoder block: same mixer, same feed-forward, same flags."""
 
@@ -94,6 +255,8 @@ class BlockKind(Record):
     """The block carries state along the sequence (linear attention, SSM)."""
     sparse_memory_access: bool
     """The block gathers by data-dependent indices (routed experts, sparse attention)."""
+    roles: BlockRoles | None = None
+    """Read off the reduced twin; None where there is none."""
 
 
 class Census(Record):
@@ -131,3 +294,7 @@ class Architecture(Record):
     warnings: list[str] = Field(default_factory=list)
     novel: list[str] = Field(default_factory=list)
     """Module classes that match no known role and run as their own torch code."""
+    facts: ModelFacts | None = None
+    proofs: list[Proof] = Field(default_factory=list)
+    """Every claim about roles, with its check on the reduced twin."""
+    novel_references: list[NovelReference] = Field(default_factory=list)

@@ -85,6 +85,14 @@ def compute(t):
         y = y.index_add(0, token, h * scores[token, slot, None].to(h.dtype))
     return {{"y": y}}
 """,
+    "short_convolution": """
+def compute(t):
+    x, weight, bias = t["x"], t["weight"], t.get("bias")
+    window = torch.nn.functional.pad(x, (0, 0, weight.shape[1] - 1, 0))
+    y = sum(window[:, w : w + x.shape[1]] * weight[:, w] for w in range(weight.shape[1]))
+    y = y if bias is None else y + bias
+    return {{"y": torch.nn.functional.silu(y) if {activation!r} == "silu" else y}}
+""",
     "linear_attention": """
 def compute(t):
     q, k, v, g, beta = (t[n].float() for n in ("q", "k", "v", "g", "beta"))
@@ -113,7 +121,7 @@ def source(spec: dict[str, Any], **fault: Any) -> str:
     def role(r: Any) -> str:
         return " ".join(["differentiable"] * r.differentiable + ["optional"] * r.optional)
 
-    constants = {"decay_share": 1.0, **spec, "offset": float(spec.get("offset", 0.0)), **fault}
+    constants = {"decay_share": 1.0, "activation": "silu", **spec, "offset": float(spec.get("offset", 0.0)), **fault}
     return COMMON.format(
         family=spec["family"],
         spec=spec,

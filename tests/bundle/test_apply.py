@@ -35,6 +35,10 @@ KIMI = [
         [binding("experts", "kimi_linear", "KimiLinearExperts")],
     ),
     (
+        {"family": "short_convolution", "channels": 12288},
+        [binding("short_convolution", "kimi_linear", "KimiLinearDeltaAttention", function="causal_conv1d_fn")],
+    ),
+    (
         {"family": "linear_attention", "key_heads": 32, "value_heads": 32, "key_dim": 128, "value_dim": 128},
         [binding("linear_attention", "kimi_linear", "KimiLinearDeltaAttention", function="chunk_kimi_delta_attention")],
     ),

@@ -28,7 +28,7 @@ def test_shares_add_up_and_gaps_are_ranked_by_saving() -> None:
     gaps = [row for row in result.rows if row.gap]
     assert [row.digest for row in gaps] == result.gaps
     assert sorted(gaps, key=lambda row: -row.saving_ms) == gaps
-    assert len(result.gaps) == len(set(result.gaps)) == 7
+    assert len(result.gaps) == len(set(result.gaps)) == 8
     assert result.step_ms == pytest.approx(sum(row.provider_ms for row in result.rows))
     assert "projection" in result.basis
     assert "projection" in result.summary

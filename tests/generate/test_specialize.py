@@ -31,6 +31,7 @@ GOLDEN = Path(__file__).parent / "golden"
 SMALL = {
     "norm": {"hidden": 40},
     "gated_activation": {"width": 24},
+    "short_convolution": {"channels": 24},
     "moe": {"experts": 4, "top_k": 2, "hidden": 32, "intermediate": 16},
     "linear_attention": {"key_heads": 1, "value_heads": 2, "key_dim": 16, "value_dim": 16},
 }
@@ -64,6 +65,14 @@ LINEAR = [
 ]
 EVERY = [(f, flags) for f, rows in (("norm", NORM), ("gated_activation", GATED), ("moe", MOE)) for flags in rows]
 EVERY += [("linear_attention", flags) for flags in LINEAR]
+CONVOLUTIONS = [
+    {"width": width, "activation": activation, "bias": bias, "states": states}
+    for width, activation, bias, states in [
+        (4, "silu", False, False),
+        (3, "none", True, False),
+        (2, "silu", True, True),
+    ]
+]
 
 
 def _id(value):
@@ -121,6 +130,8 @@ def _rows():
         earlier = sum(f == family for f, _ in EVERY[:i])
         slow = earlier >= 2 if family in ("moe", "linear_attention") else family == "gated_activation" and earlier % 2
         yield pytest.param(family, flags, marks=pytest.mark.slow if slow else ())
+    for flags in CONVOLUTIONS:
+        yield pytest.param("short_convolution", flags)
 
 
 @pytest.mark.parametrize(("family", "flags"), list(_rows()), ids=_id)

@@ -127,9 +127,9 @@ def test_kimi_flops_are_the_closed_forms(parsed: Parse) -> None:
     # MLA: 192 for the scores, 128 for the values, 32 heads, 7 layers
     assert flops(kimi, names=("attention",)) == 2 * TOKENS * (TOKENS + 1) / 2 * (192 + 128) * 32 * 7
     # a depthwise convolution of width 4 over 3 x 4096 channels
-    forward = flops(kimi, names=("convolution",))
-    assert forward == pytest.approx(2 * 4 * 3 * 4096 * TOKENS * 20, rel=1e-3)
-    assert flops(kimi, names=("convolution_backward",), phase="backward") == pytest.approx(2 * forward, rel=1e-3)
+    forward = flops(kimi, names=("causal_conv1d_fn",))
+    assert forward == 2 * 4 * 3 * 4096 * TOKENS * 20
+    assert flops(kimi, names=("causal_conv1d_fn",), phase="backward") == 2 * forward
 
 
 def test_sparse_attention_counts_the_selected_pairs_only(parsed: Parse) -> None:
@@ -140,7 +140,10 @@ def test_sparse_attention_counts_the_selected_pairs_only(parsed: Parse) -> None:
 
 def test_uses_of_kimi(parsed: Parse) -> None:
     uses = {use.words: use for use in parsed("kimi-linear").architecture.uses}
-    assert {use.spec["family"] for use in uses.values()} == {"norm", "gated_activation", "moe", "linear_attention"}
+    families = {"norm", "gated_activation", "moe", "linear_attention", "short_convolution"}
+    assert families <= {use.spec["family"] for use in uses.values()}
+    filtered = uses["short convolution, 12288 channels, 4 taps, silu, bfloat16"]
+    assert (filtered.calls, filtered.bindings[0].function) == (20, "causal_conv1d_fn")
     kda = uses["delta rule, decay per channel, 32 heads of 128, bfloat16"]
     assert (kda.calls, kda.bindings[0].function) == (20, "chunk_kimi_delta_attention")
     assert kda.bindings[0].module_paths[:4] == [f"model.layers.{i}.self_attn" for i in (0, 1, 2, 4)]

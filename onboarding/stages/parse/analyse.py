@@ -99,15 +99,14 @@ def owner_of_operations(trace: Trace, proposals: Proposals) -> list[str]:
     families = {use.digest: use.spec["family"] for use in proposals.uses}
     owners = []
     for operation in trace.operations:
+        if operation.leaf is not None:
+            owners.append(proposals.leaf_owner.get((operation.path, operation.leaf.kind), ""))
+            continue
         digest, path = "", operation.path
         while path and not digest:
             digest = proposals.owner.get(path, "")
-            if digest and operation.leaf is None and families[digest] in ("linear_attention", "moe"):
-                digest = ""  # beside the marked function the module's other work is its own
             if digest and families[digest] == "gated_activation" and operation.matmul:
                 digest = ""  # the projections stay torch's
-            if digest and operation.leaf is not None and families[digest] not in ("linear_attention", "moe"):
-                digest = ""
             path = path.rpartition(".")[0]
         owners.append(digest)
     return owners

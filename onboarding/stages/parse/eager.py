@@ -43,6 +43,11 @@ def eager_costs(uses: list[OperatorUse], trace: Trace, owners: list[str], repeat
             use.eager_operators += round(times * count * tokens)
             use.eager_flops += times * flops * tokens
             use.eager_bytes += times * moved * tokens
+        elif operation.leaf.kind == "short_convolution" and operation.phase == "forward":
+            count, flops, moved = _convolution_cost(operation.leaf)
+            use.eager_operators += round(times * count)
+            use.eager_flops += times * flops
+            use.eager_bytes += times * moved
 
 
 def _fallback_slope(leaf: LeafCall) -> tuple[float, float, float]:
@@ -70,6 +75,23 @@ def _fallback_cost(leaf: LeafCall, tokens: int) -> tuple[int, float, float]:
         o, _ = marked.function(**arguments, use_qk_l2norm_in_kernel=facts["qk_l2norm"])
         tracer.phase = "backward"
         o.float().sum().backward()
+    operations = tracer.trace.operations
+    return len(operations), sum(op.flops for op in operations), sum(op.bytes_moved for op in operations)
+
+
+def _convolution_cost(leaf: LeafCall) -> tuple[int, float, float]:
+    """Operators, FLOPs and bytes of a marked causal filter's torch version, forward and backward."""
+    facts = leaf.facts
+    batch, tokens, channels = leaf.shapes[0]
+    tracer = Tracer({})
+    given = {"dtype": _dtype(facts["dtype"]), "device": "meta", "requires_grad": True}
+    x = torch.empty(batch, tokens, channels, **given).transpose(1, 2)
+    weight = torch.empty(channels, facts["width"], **given)
+    bias = torch.empty(channels, **given) if facts["bias"] else None
+    with quiet(), tracer:
+        y = facts["marked"].function(x, weight, bias=bias, activation=facts["activation"])
+        tracer.phase = "backward"
+        y.backward(torch.empty_like(y))
     operations = tracer.trace.operations
     return len(operations), sum(op.flops for op in operations), sum(op.bytes_moved for op in operations)
 

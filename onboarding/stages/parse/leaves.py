@@ -23,9 +23,11 @@ from onboarding.stages.parse.cost import tensor_bytes
 from onboarding.stages.parse.marked import (
     MarkedFunction,
     is_linear_attention,
+    is_short_convolution,
     linear_attention_arguments,
     marked_functions,
     modeling_modules,
+    short_convolution_arguments,
 )
 
 ATTENTION_BACKWARD = 2.5
@@ -37,7 +39,7 @@ class LeafCall:
     """One call of a marked function."""
 
     kind: str
-    """``attention``, ``experts`` or ``linear_attention``."""
+    """``attention``, ``experts``, ``linear_attention``, ``short_convolution`` or ``scan``."""
     name: str
     shapes: tuple[tuple[int, ...], ...]
     flops: float
@@ -213,6 +215,39 @@ def linear_attention_leaf(sink: Any, marked: MarkedFunction) -> Callable[..., An
     return linear_attention
 
 
+def short_convolution_leaf(sink: Any, marked: MarkedFunction) -> Callable[..., Any]:
+    """A replacement for a marked causal filter: x [B, D, T], weight [D, W] -> [B, D, T]."""
+
+    def short_convolution(*args: Any, **kwargs: Any) -> torch.Tensor:
+        given = short_convolution_arguments(marked.function, args, kwargs)
+        x, weight, bias, activation = (given[name] for name in ("x", "weight", "bias", "activation"))
+        tensors = tuple(t for t in (x, weight, bias) if t is not None)
+        moved = 2 * tensor_bytes((x,))
+        flops = 2.0 * x.numel() * weight.shape[-1]
+        call = LeafCall(
+            kind="short_convolution",
+            name=marked.kernel,
+            # channels last, as the operator sees them: its rows are tokens
+            shapes=((x.shape[0], x.shape[2], x.shape[1]), *(tuple(t.shape) for t in tensors[1:])),
+            flops=flops,
+            backward_flops=2 * flops,
+            bytes_moved=moved,
+            backward_bytes=1.5 * moved,
+            facts={
+                "marked": marked,
+                "channels": x.shape[1],
+                "width": weight.shape[-1],
+                "activation": activation,
+                "bias": bias is not None,
+                "dtype": str(x.dtype),
+            },
+        )
+        out: torch.Tensor = run_leaf(sink, call, lambda: torch.empty_like(x), *tensors)
+        return out
+
+    return short_convolution
+
+
 def _own_experts(model: nn.Module) -> Iterator[nn.Module]:
     """Stacked experts that loop on their own instead of asking the interface: called with tokens, indices, weights."""
     for module in model.modules():
@@ -237,7 +272,7 @@ def own_experts_leaf(module: nn.Module, experts: Callable[..., Any]) -> Callable
 
 
 Replace = Callable[[MarkedFunction], Callable[..., Any] | None]
-"""What to put in the place of a marked function that is no linear attention; None leaves it as it is."""
+"""What to put in the place of a marked function of another kind; None leaves it as it is."""
 
 
 @contextmanager
@@ -253,6 +288,8 @@ def leaves_in_place(model: nn.Module, sink: Any, replace: Replace) -> Iterator[N
             for marked in marked_functions(module):
                 if is_linear_attention(marked.function):
                     leaf: Callable[..., Any] | None = linear_attention_leaf(sink, marked)
+                elif is_short_convolution(marked.function):
+                    leaf = short_convolution_leaf(sink, marked)
                 else:
                     leaf = replace(marked)
                 if leaf is not None:

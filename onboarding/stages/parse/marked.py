@@ -29,10 +29,19 @@ _MARK = "use_kernel_func_from_hub_with_fallback.<locals>.decorator.<locals>.wrap
 
 
 def marked_functions(module: ModuleType) -> list[MarkedFunction]:
-    """Functions of a modeling file that carry transformers' mark, found by the wrapper's code object."""
+    """Functions of a modeling file that carry transformers' mark, found by the wrapper's code object, or our own.
+
+    Our own is on the stand-ins for libraries that submitted code imports (``onboarding/custom_code/standins.py``).
+    """
     found = []
     for attribute, function in vars(module).items():
         code = getattr(function, "__code__", None)
+        if code is not None and isinstance(named := getattr(function, "stands_for", None), tuple):
+            kernel, package = named
+            found.append(
+                MarkedFunction(module=module, attribute=attribute, kernel=kernel, package=package, function=function)
+            )
+            continue
         if code is None or getattr(code, "co_qualname", "") != _MARK:
             continue
         cells = dict(zip(code.co_freevars, (c.cell_contents for c in function.__closure__ or ()), strict=True))
@@ -69,3 +78,20 @@ def linear_attention_arguments(function: Callable[..., Any], args: Any, kwargs: 
     given = signature.bind_partial(*args, **{k: v for k, v in kwargs.items() if k in signature.parameters})
     short = {"query": "q", "key": "k", "value": "v"}
     return {short.get(name, name): value for name, value in given.arguments.items()}
+
+
+def is_short_convolution(function: Callable[..., Any]) -> bool:
+    """Whether a marked function filters [B, D, T] along the sequence with weights [D, W], and keeps no state."""
+    names = list(inspect.signature(function).parameters)
+    return names[:1] in (["hidden_states"], ["x"]) and {"weight", "bias", "activation"} <= set(names[1:5])
+
+
+def short_convolution_arguments(function: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any]:
+    """A call's arguments under the names x, weight, bias and activation, and the rest under ``extras``."""
+    signature = inspect.signature(function)
+    arguments = dict(signature.bind(*args, **kwargs).arguments)
+    gathered = next((n for n, p in signature.parameters.items() if p.kind is p.VAR_KEYWORD), "")
+    extras = dict(arguments.pop(gathered, {}))
+    given = {"x": arguments.pop(next(iter(signature.parameters)))}
+    given |= {name: arguments.pop(name, None) for name in ("weight", "bias", "activation")}
+    return {**given, "extras": {**arguments, **extras}}

@@ -104,10 +104,7 @@ def apply(
     applied = Applied()
     try:
         for name, module in list(model.named_modules()):
-            candidates = [
-                (entry, binding) for entry in entries for binding in entry["bindings"] if _is(module, binding)
-            ]
-            if candidates:
+            for candidates in _slots(entries, module):
                 _swap(root, hooks, checks, applied, name, module, candidates)
     except BaseException:
         applied.remove()
@@ -142,6 +139,16 @@ def load_op(
     return op
 
 
+def _slots(entries: list[dict[str, Any]], module: nn.Module) -> list[list[tuple[dict[str, Any], dict[str, Any]]]]:
+    """Kernels that name the module's class, by the slot that they compete for: its forward, or a function it calls."""
+    slots: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {}
+    for entry in entries:
+        for binding in entry["bindings"]:
+            if _is(module, binding):
+                slots.setdefault(binding.get("function") or "", []).append((entry, binding))
+    return list(slots.values())
+
+
 def _swap(
     root: Path,
     hooks: Any,
@@ -151,7 +158,7 @@ def _swap(
     module: nn.Module,
     candidates: list[tuple[dict[str, Any], dict[str, Any]]],
 ) -> None:
-    """Give one module the kernel that fits it best, or note why none does."""
+    """Give one slot of a module the kernel that fits it best, or note why none does."""
     reasons = []
     for entry, binding in sorted(candidates, key=lambda pair: _distance(checks, name, module, *pair)):
         reason = checks.mismatch(binding, entry["spec"], module)
@@ -161,7 +168,7 @@ def _swap(
             applied.swapped.setdefault(entry["digest"], []).append(name)
             return
         reasons.append(f"{entry['digest']}: {reason}")
-    applied.skipped[name] = "; ".join(reasons)
+    applied.skipped[name] = "; ".join([*filter(None, [applied.skipped.get(name)]), *reasons])
 
 
 def _is(module: nn.Module, binding: dict[str, Any]) -> bool:

@@ -50,7 +50,7 @@ def install(
     swap = Swap(entry, binding, attributes, name, op, applied)
     if hook == "experts":
         return _install_experts(module, swap)
-    if hook == "linear_attention":
+    if hook in CALLS:
         return _install_function(module, swap)
     forward = {"norm": _norm, "gated_norm": _gated_norm, "gated_mlp": _gated_mlp}[hook]
     return _replace_forward(module, functools.partial(_run, forward, swap))
@@ -70,6 +70,7 @@ class Swap:
     ) -> None:
         self.spec: dict[str, Any] = entry["spec"]
         self.digest: str = entry["digest"]
+        self.hook: str = binding["hook"]
         self.function: str = binding.get("function") or ""
         self.attributes = attributes
         self.name = name
@@ -95,11 +96,13 @@ class Uncovered(Exception):
 
 def _replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Undo:
     before = module.__dict__.get("forward")
-    own = before if before is not None else type(module).forward
+    own = type(module).forward if before is None else before
+    if isinstance(own, MethodType) and own.__self__ is module:
+        own = own.__func__  # of another hook of ours: a deep copy must call it on itself
+    bound = before is not None and own is before
 
     def replaced(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        original = own if before is not None else MethodType(own, self)
-        return forward(self, original, *args, **kwargs)
+        return forward(self, own if bound else MethodType(own, self), *args, **kwargs)
 
     module.forward = MethodType(replaced, module)
 
@@ -205,7 +208,7 @@ def _install_experts(module: nn.Module, swap: Swap) -> Undo:
     return undo
 
 
-# ---- linear attention: a function in the model's Python module -----------------------------------------------------
+# ---- linear attention, short convolution: a function in the model's Python module ----------------------------------
 
 
 class _Active(threading.local):
@@ -245,7 +248,7 @@ class Dispatcher:
         if swap is None:
             return self.original(*args, **kwargs)
         try:
-            return _linear_attention(swap, self.signature, args, kwargs)
+            return CALLS[swap.hook](swap, self.signature, args, kwargs)
         except Uncovered as reason:
             swap.applied.fallbacks[swap.name] = str(reason)
             return self.original(*args, **kwargs)
@@ -279,6 +282,15 @@ def _install_function(module: nn.Module, swap: Swap) -> Undo:
     return undo
 
 
+def _given(
+    signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A call's arguments by parameter name, and those that the function merely gathers."""
+    given = dict(signature.bind(*args, **kwargs).arguments)
+    gathered = next((n for n, p in signature.parameters.items() if p.kind is p.VAR_KEYWORD), "")
+    return given, given.pop(gathered, {})
+
+
 TENSORS = {"query": "q", "key": "k", "value": "v", "g": "g", "beta": "beta"}
 UNDERSTOOD = {*TENSORS, "initial_state", "output_final_state", "use_qk_l2norm_in_kernel", "cu_seqlens", "chunk_size"}
 REFUSED_EXTRAS = ("seq_idx", "scale", "safe_gate", "lower_bound", "head_first", "use_gate_in_kernel")
@@ -288,9 +300,7 @@ def _linear_attention(
     swap: Swap, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Tensor, Tensor | None]:
     """A call in the convention of transformers and fla: (query, key, value, g, beta, ...) -> (output, final state)."""
-    given = dict(signature.bind(*args, **kwargs).arguments)
-    gathered = next((n for n, p in signature.parameters.items() if p.kind is p.VAR_KEYWORD), "")
-    extras = given.pop(gathered, {})
+    given, extras = _given(signature, args, kwargs)
     for name, value in given.items():
         default = signature.parameters[name].default
         if name not in UNDERSTOOD and value is not None and value is not default and value != default:
@@ -314,3 +324,36 @@ def _linear_attention(
         raise Uncovered("packed sequences in a batch")
     o, final_state = swap.call(**{n: t for n, t in tensors.items() if t is not None})
     return o, final_state if given.get("output_final_state", False) else None
+
+
+FILTERED = {"weight", "bias", "activation"}
+FILTER_EXTRAS = ("seq_idx", "initial_states", "return_final_states", "final_states_out", "initial_state", "residual")
+"""Arguments of other libraries' causal filters that the kernel does not take."""
+
+
+def _short_convolution(
+    swap: Swap, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Tensor:
+    """A call in the convention of transformers and causal-conv1d: (x [B, D, T], weight [D, W], ...) -> [B, D, T]."""
+    given, extras = _given(signature, args, kwargs)
+    x = given.pop(next(iter(signature.parameters)))
+    for name, value in {**given, **{n: extras.get(n) for n in FILTER_EXTRAS}}.items():
+        if name not in FILTERED and value is not None and value is not False:
+            raise Uncovered(f"argument {name}")
+    weight, bias, activation = given["weight"], given.get("bias"), given.get("activation")
+    if ("none" if activation is None else {"swish": "silu"}.get(activation, activation)) != swap.spec["activation"]:
+        raise Uncovered(f"activation {activation} where the kernel has {swap.spec['activation']}")
+    if weight.shape[-1] != swap.spec["width"] or (bias is not None) != swap.spec["bias"]:
+        raise Uncovered("another number of taps, or a bias where the kernel has none")
+    _covered(*(t for t in (x, weight, bias) if t is not None))
+    tensors = {"x": x.transpose(1, 2), "weight": weight}
+    if bias is not None:
+        tensors["bias"] = bias
+    return swap.call(**tensors)[0].transpose(1, 2)
+
+
+CALLS: dict[str, Callable[..., Any]] = {
+    "linear_attention": _linear_attention,
+    "short_convolution": _short_convolution,
+}
+"""Hooks on a function of the model's Python module -> how its calls are served."""

@@ -17,6 +17,7 @@ from onboarding.stages.parse.uses.experts import ATTRIBUTES, BIASES, prove_exper
 from onboarding.stages.parse.uses.gates import GatedMlp, prove_gated_mlp
 from onboarding.stages.parse.uses.linear_attention import prove_linear_attention
 from onboarding.stages.parse.uses.norms import prove_norm
+from onboarding.stages.parse.uses.short_convolution import prove_short_convolution
 
 _DTYPES = {"torch.bfloat16": "bfloat16", "torch.float32": "float32", "torch.float16": "float16"}
 
@@ -40,6 +41,8 @@ class Proposals:
     warnings: list[str] = field(default_factory=list)
     owner: dict[str, str] = field(default_factory=dict)
     """Traced module path -> digest of the operator that its non-matrix work belongs to."""
+    leaf_owner: dict[tuple[str, str], str] = field(default_factory=dict)
+    """(module path, kind of leaf) -> digest of the operator that the marked function is."""
 
 
 def class_name(module: nn.Module) -> str:
@@ -120,7 +123,7 @@ class Proposer:
                 self._unproven(module, "routed experts")
                 return
             attributes = {**ATTRIBUTES, **(BIASES if spec.bias else {})}
-            self._add(spec, call, module, "experts", attributes, EXPERTS)
+            self._add(spec, call, module, "experts", attributes, EXPERTS, leaf=leaf)
         elif leaf.kind == "linear_attention":
             marked = leaf.facts["marked"]
             dtype = _DTYPES.get(leaf.facts["dtypes"]["v"], dtype)
@@ -129,7 +132,16 @@ class Proposer:
             if spec is None:
                 self._unproven(module, f"linear attention {leaf.name}")
                 return
-            self._add(spec, call, module, "linear_attention", {}, "linear attention", marked.attribute)
+            self._add(spec, call, module, "linear_attention", {}, "linear attention", marked.attribute, leaf)
+        elif leaf.kind == "short_convolution":
+            marked = leaf.facts["marked"]
+            dtype = _DTYPES.get(leaf.facts["dtype"], dtype)
+            key = (marked.module.__name__, marked.attribute, leaf.shapes[1:], leaf.facts["activation"], dtype)
+            spec = self._once(key, lambda: prove_short_convolution(leaf, dtype))
+            if spec is None:
+                self._unproven(module, f"short convolution {leaf.name}")
+                return
+            self._add(spec, call, module, "short_convolution", {}, "short convolution", marked.attribute, leaf)
 
     def _norm_role(self, path: str, gated: bool) -> str:
         index = self.roles.layer_of(path)
@@ -167,6 +179,7 @@ class Proposer:
         attributes: dict[str, str],
         role: str,
         function: str | None = None,
+        leaf: LeafCall | None = None,
     ) -> None:
         digest = spec.digest()
         found = self.found.setdefault(digest, _Found(spec=spec))
@@ -181,7 +194,10 @@ class Proposer:
             key, Binding(hook=hook, target=class_name(module), function=function, attributes=attributes)
         )
         binding.module_paths += [place for place in places if place not in binding.module_paths]
-        self.result.owner[call.path] = digest
+        if leaf is not None:
+            self.result.leaf_owner[call.path, leaf.kind] = digest
+        else:
+            self.result.owner[call.path] = digest
 
     def _use(self, digest: str, found: _Found) -> OperatorUse:
         return OperatorUse(
@@ -199,7 +215,7 @@ class Proposer:
 def _rows(spec: OperatorSpec, call: ModuleCall) -> int:
     """How many rows ("tokens" of the spec) one call has."""
     shape = call.shapes[0]
-    if spec.family == "linear_attention":
+    if spec.family == "linear_attention":  # heads lie between tokens and channels
         return int(shape[0] * shape[1])
     rows: int = 1
     for size in shape[:-1]:
