@@ -139,6 +139,48 @@ class Artifact(SQLModel, table=True):
     created_at: datetime = timestamp()
 
 
+class LedgerEntry(SQLModel, table=True):
+    """One thing that the agents of a job spent: a call of the language model, or GPU-seconds of a stage."""
+
+    __table_args__ = (UniqueConstraint("job_id", "call"),)
+
+    id: int | None = Field(default=None, primary_key=True)
+    job_id: str = Field(foreign_key="job.id", index=True)
+    project: str = Field(index=True)
+    stage: str
+    key: str = ""
+    attempt: int = 1
+    role: str  # architect | author | repairer | analyst | reporter | judge | tune
+    call: str  # what was asked, as a digest: the same question is never paid for twice
+    state: str  # reserved | answered | failed | lost
+    model: str = ""
+    tokens_in: int = 0
+    tokens_cached: int = 0
+    tokens_out: int = 0
+    money: float = 0.0
+    """USD; of a reservation the most that the call may cost."""
+    gpu_s: float = 0.0
+    wall_s: float = 0.0
+    request: dict[str, Any] | None = json_column(nullable=True)
+    answer: dict[str, Any] | None = json_column(nullable=True)
+    note: str = ""
+    created_at: datetime = timestamp()
+    finished_at: datetime | None = moment()
+
+
+class Lesson(SQLModel, table=True):
+    """What a search learnt about a family of operators: a failure and what ended it. Data, never instruction."""
+
+    __table_args__ = (UniqueConstraint("project", "family", "digest"),)
+
+    id: int | None = Field(default=None, primary_key=True)
+    project: str = Field(index=True)
+    family: str
+    digest: str
+    text: str
+    created_at: datetime = timestamp()
+
+
 class ApiKey(SQLModel, table=True):
     """A bearer key; only its sha256 is stored."""
 

@@ -7,6 +7,7 @@ import os
 import tempfile
 from functools import cached_property
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -24,6 +25,59 @@ def config_home() -> Path:
 def default_workers() -> int:
     """Two steps side by side where there are two cores, but one where there is a GPU: timings want it to themselves."""
     return 1 if Path("/dev/nvidiactl").exists() else min(2, len(os.sched_getaffinity(0)))
+
+
+AnswerMode = Literal["schema", "tool", "json", "text"]
+"""How a structured answer is asked for: a response schema, one forced tool, JSON mode, or words in the prompt."""
+
+
+class LlmSettings(BaseSettings):
+    """The language model that writes and repairs kernels, and what it may cost. Set by ``ONBOARD_LLM_`` variables."""
+
+    model_config = SettingsConfigDict(env_prefix="ONBOARD_LLM_", extra="ignore")
+
+    base_url: str = ""
+    """Address of an OpenAI-compatible endpoint, e.g. ``http://127.0.0.1:8000/v1``; empty: no language model."""
+    model: str = ""
+    api_key: SecretStr | None = None
+    answers: Literal["auto"] | AnswerMode = "auto"
+    """How structured answers are asked for; ``auto`` takes the first that the endpoint serves."""
+    temperature: float | None = Field(default=None, ge=0.0, le=2.0)
+    """Sent only if set: some models refuse it."""
+    context_tokens: int = Field(default=65_536, ge=1024)
+    answer_tokens: int = Field(default=16_384, ge=64)
+    """Longest answer, also what a call reserves of its budget."""
+    timeout_s: float = Field(default=600.0, gt=0)
+    """Longest time for one answer, whatever the server trickles."""
+    retries: int = Field(default=4, ge=0, le=20)
+    """After connection errors, time-outs, 429 and 5xx; nothing else retries."""
+    requests_per_minute: int = Field(default=60, ge=1)
+    """Over all jobs and processes that share the database."""
+    price_in: float = Field(default=0.0, ge=0)
+    """USD for a million tokens read."""
+    price_cached: float | None = Field(default=None, ge=0)
+    """USD for a million tokens read from the provider's prompt cache; ``price_in`` by default."""
+    price_out: float = Field(default=0.0, ge=0)
+    """USD for a million tokens written."""
+    job_tokens: int = Field(default=2_000_000, ge=0)
+    job_money: float = Field(default=20.0, ge=0)
+    job_gpu_s: float = Field(default=3600.0, ge=0)
+    """GPU-seconds of judging and tuning that a job's searches may take."""
+    job_wall_s: float = Field(default=6 * 3600.0, ge=0)
+    """Seconds of calls and checks, summed over a job's operators."""
+    project_tokens: int = Field(default=20_000_000, ge=0)
+    project_money: float = Field(default=200.0, ge=0)
+    role_tokens: dict[str, int] = {}
+    """Tokens a job may spend in one role (JSON), e.g. ``{"reporter": 50000}``."""
+    seeds: int = Field(default=3, ge=1, le=32)
+    """Independent first candidates for an operator before the search only refines."""
+    rounds: int = Field(default=16, ge=1, le=200)
+    """Candidates written for one operator, seeds and repairs together."""
+
+    @property
+    def configured(self) -> bool:
+        """Whether there is a language model to ask."""
+        return bool(self.base_url and self.model)
 
 
 class Settings(BaseSettings):
@@ -61,6 +115,7 @@ class Settings(BaseSettings):
     """Python package that step processes import stages from; another one serves tests of the machinery."""
     cpu_workers: int = Field(default_factory=default_workers, ge=1)
     """Steps that one worker runs at the same time; the cores are shared out among them."""
+    llm: LlmSettings = Field(default_factory=LlmSettings)
     unsafe_no_sandbox: bool = False
     """Run untrusted code without a sandbox. Never the default."""
 

@@ -9,13 +9,25 @@ from onboarding.store.access import AccessStore, IdempotencyState
 from onboarding.store.base import NewEvent
 from onboarding.store.events import EventStore
 from onboarding.store.jobs import JobPage
+from onboarding.store.ledger import BudgetLimits, Call, LedgerStore, Purse, Turn
 from onboarding.store.logs import log_path
 from onboarding.store.steps import Beat, StepStore
 
-__all__ = ["Beat", "IdempotencyState", "JobPage", "NewEvent", "Store", "log_path"]
+__all__ = [
+    "Beat",
+    "BudgetLimits",
+    "Call",
+    "IdempotencyState",
+    "JobPage",
+    "NewEvent",
+    "Purse",
+    "Store",
+    "Turn",
+    "log_path",
+]
 
 
-class Store(StepStore, EventStore, AccessStore):
+class Store(StepStore, EventStore, AccessStore, LedgerStore):
     """All of the store.
 
     Args:
