@@ -1,0 +1,1 @@
+"""Routed experts over ranks: selection, dispatch, balance."""

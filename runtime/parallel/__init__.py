@@ -1,0 +1,1 @@
+"""Spreading a model over ranks; ``runtime/README.md`` shows the whole step."""
