@@ -253,8 +253,8 @@ def test_the_prefetcher_hands_out_the_same_steps_and_keeps_their_places(tmp_path
 
 def test_what_the_prefetching_thread_raises_reaches_the_caller(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "ok"}\n{broken\n')
-    ahead = Prefetcher(stream(DataConfig(files=(str(tmp_path / "a.jsonl"),), shuffle=False, sequence_length=6), 1, [0]))
+    ahead = Prefetcher(stream(DataConfig(files=(str(tmp_path / "a.jsonl"),), shuffle=False, sequence_length=3), 1, [0]))
+    ahead.step()
     with pytest.raises(Refused, match="record 2 is not JSON"):
-        for _ in range(3):
-            ahead.step()
+        ahead.step()
     ahead.close()

@@ -1,0 +1,185 @@
+"""Chunked loss, recomputation, the operator cache and host-resident optimizer state: equal to keeping everything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small import definition
+from torch import Tensor, nn
+
+from runtime import weights
+from runtime.config import ModelConfig
+from runtime.memory.loss import install_loss, summed_loss
+from runtime.memory.offload import HostState
+from runtime.memory.recompute import recompute_blocks
+from runtime.memory.swap_cache import Counts, Profile, SwapCache
+from runtime.model import build, initial_values, read_definition
+
+CPU = torch.device("cpu")
+
+
+def small_model(folder: Path, name: str, **changes: Any) -> nn.Module:
+    choice = ModelConfig(definition=str(definition(folder, name, **changes)), dtype="float64", seed=1)
+    config = read_definition(folder)
+    model = build(config, choice, "cpu", storage=torch.float64)
+    values = weights.Values(initial_values(config, choice, "cpu"))
+    plan = weights.plan_load(model, values)
+    weights.materialize(model, CPU)
+    weights.load(model, values, plan)
+    return model
+
+
+def batch(rows: int = 2, length: int = 21) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    ids = torch.randint(256, (rows, length), generator=generator)
+    labels = torch.where(torch.rand(rows, length, generator=generator) < 0.3, -100, ids.roll(-1, 1))
+    return ids, torch.arange(length).expand(rows, length), labels
+
+
+def gradients(model: nn.Module, loss: Callable[[], Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    model.zero_grad(set_to_none=True)
+    value = loss()
+    value.backward()  # type: ignore[no-untyped-call]
+    return value.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize(("name", "changes"), [("llama", {}), ("qwen3-tied", {}), ("qwen3-moe", {})])
+@pytest.mark.parametrize("chunk", [0, 1, 8, 1000])
+def test_the_loss_in_chunks_is_the_loss(tmp_path: Path, name: str, changes: dict[str, Any], chunk: int) -> None:
+    model = small_model(tmp_path, name, **changes)
+    ids, positions, labels = batch()
+
+    def stock() -> Tensor:
+        logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+
+    expected, wanted = gradients(model, stock)
+    install_loss(model, chunk)
+    actual, found = gradients(model, lambda: model(ids, positions, labels))
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=0)
+    for key, value in wanted.items():
+        torch.testing.assert_close(found[key], value, rtol=1e-9, atol=1e-12, msg=key)
+
+
+def test_chunks_keep_what_the_class_does_to_its_logits(tmp_path: Path) -> None:
+    """Gemma-2 caps its logits: softcap tanh(x / softcap)."""
+    small = {"final_logit_softcapping": 0.05, "model_type": "gemma2", "query_pre_attn_scalar": 16}
+    model = small_model(tmp_path, "llama", **small)
+    ids, positions, labels = batch()
+    logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits.detach()
+    assert logits.abs().max() <= 0.05
+    install_loss(model, 4)
+    torch.testing.assert_close(model(ids, positions, labels).detach(), summed_loss(logits, labels), rtol=1e-12, atol=0)
+
+
+def test_a_row_without_labels_costs_nothing(tmp_path: Path) -> None:
+    model = small_model(tmp_path, "llama")
+    install_loss(model, 4)
+    ids, positions, labels = batch(1, 9)
+    value, found = gradients(model, lambda: model(ids, positions, torch.full_like(labels, -100)))
+    assert value == 0
+    assert all(not g.any() for g in found.values())
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3-moe", "qwen3-next"])
+@pytest.mark.parametrize(("device_kib", "host_kib"), [(1 << 20, 0), (0, 1 << 20), (0, 0), (40, 60)])
+def test_recomputed_blocks_give_the_same_bits_whatever_is_kept(
+    tmp_path: Path, name: str, device_kib: int, host_kib: int
+) -> None:
+    model = small_model(tmp_path, name)
+    ids, positions, labels = batch()
+
+    def loss() -> Tensor:
+        return summed_loss(model(input_ids=ids, position_ids=positions, use_cache=False).logits, labels)
+
+    expected, wanted = gradients(model, loss)
+    cache = SwapCache(device_kib << 10, host_kib << 10, CPU)
+    recompute_blocks(model, cache.contexts)
+    for number in range(3):  # measured, planned, planned again
+        cache.begin()
+        if number == 1:
+            cache.counts = Counts()
+        actual, found = gradients(model, loss)
+        assert torch.equal(actual, expected)
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[k], wanted[k]) for k in wanted)
+    counts = cache.counts
+    for place, budget in (("device", device_kib << 10), ("host", host_kib << 10)):
+        assert cache.peak[place] <= budget
+    kept, hits = counts.kept.total() + counts.spilled.total(), counts.hits.total()
+    assert hits <= kept
+    if device_kib == host_kib == 0:
+        assert hits == 0
+        assert counts.misses.total() > 0
+    elif device_kib == 40:
+        assert hits > 0
+        assert counts.misses.total() > 0
+        assert counts.promoted.total() > 0
+    else:
+        assert counts.misses.total() == 0
+        assert hits == kept
+        assert counts.promoted.total() == (0 if device_kib else hits)
+    cache.begin()
+    assert cache.used == {"device": 0, "host": 0}
+
+
+def test_places_go_to_what_costs_most_a_byte_and_the_last_stay_on_the_device() -> None:
+    cache = SwapCache(100, 100, CPU)
+    profile = [
+        Profile(key=(0, 0), name="dear", size=60, seconds=6.0),
+        Profile(key=(0, 1), name="cheap", size=60, seconds=0.1),
+        Profile(key=(1, 0), name="dear", size=60, seconds=6.0),
+        Profile(key=(2, 0), name="dearest", size=60, seconds=9.0),
+    ]
+    assert cache.make_plan(profile) == {(0, 0): "host", (0, 1): "drop", (1, 0): "host", (2, 0): "device"}
+
+
+def test_a_result_changed_in_place_is_a_miss() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.eye(3, dtype=torch.float64) * 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = x @ self.weight
+            return y.mul_(3.0).sin() @ self.weight
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([Block()])
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.layers[0](x)
+            return out
+
+    x = torch.arange(6, dtype=torch.float64).reshape(2, 3)
+    plain, cached = Model(), Model()
+    cache = SwapCache(1 << 20, 0, CPU)
+    recompute_blocks(cached, cache.contexts)
+    cache.begin()
+    for model in (plain, cached):
+        model(x).square().sum().backward()
+    assert torch.equal(plain.layers[0].weight.grad, cached.layers[0].weight.grad)  # type: ignore[arg-type]
+    assert cache.counts.misses["aten::mm"] == 1
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Muon])
+def test_state_on_the_host_updates_the_same_bits(kind: Any) -> None:
+    def weights_after(wrap: bool) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        parameters = [nn.Parameter(torch.randn(4, 5, generator=generator)) for _ in range(3)]
+        inner = kind([{"params": parameters[:2]}, {"params": parameters[2:], "lr": 0.05}], lr=0.01)
+        optimizer: Any = HostState(inner) if wrap else inner
+        for step in range(4):
+            for i, parameter in enumerate(parameters):
+                parameter.grad = None if (step, i) == (1, 1) else torch.randn(4, 5, generator=generator)
+            optimizer.step()
+        assert optimizer.param_groups[0]["params"] == parameters[:2]
+        return [p.detach() for p in parameters]
+
+    assert all(torch.equal(a, b) for a, b in zip(weights_after(True), weights_after(False), strict=True))
