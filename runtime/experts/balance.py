@@ -122,7 +122,8 @@ class Load:
             share = remember(share, tape)
         if self.mask is not None:
             probabilities = probabilities * self.mask.reshape(-1, 1).to(probabilities.dtype)
-        return (probabilities.sum(0) * share.to(probabilities.dtype)).sum()
+        weighted: Tensor = (probabilities.sum(0) * share.to(probabilities.dtype)).sum()
+        return weighted
 
     def _counted(self, index: Tensor) -> Tensor:
         count = index.shape[0] if self.mask is None else self.mask.sum()
@@ -143,7 +144,7 @@ class _AddGradient(torch.autograd.Function):
 
 def add_gradient(weights: Tensor, loss: Tensor) -> Tensor:
     """``weights`` unchanged; its backward also differentiates ``loss``, so the loop need not know of it."""
-    result: Tensor = _AddGradient.apply(weights, loss)
+    result: Tensor = _AddGradient.apply(weights, loss)  # type: ignore[no-untyped-call]
     return result
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from runtime.experts.rows import CopyRows, SumRows
+from runtime.experts.rows import add_rows, repeat_rows
 from runtime.experts.sites import with_tensors
 
 BUILT_IN = (None, "eager", "batched_mm", "grouped_mm")
@@ -83,7 +83,7 @@ def grouped_experts(view: Any, x: Tensor, index: Tensor, weights: Tensor, counts
             out = out + groups.each(getattr(view, f"{name}_bias"))
         return out
 
-    selected = CopyRows.apply(x, source, places)
+    selected = repeat_rows(x, source, places)
     if view.has_gate:
         hidden = view._apply_gate(linear(selected, "gate_up_proj"))
     else:
@@ -91,9 +91,8 @@ def grouped_experts(view: Any, x: Tensor, index: Tensor, weights: Tensor, counts
     out = linear(hidden, "down_proj")
     if view.has_post_expert_norm:
         out = type(view.post_expert_norm).forward(view.post_expert_norm, out)
-    out = out * CopyRows.apply(weights.reshape(-1, 1), order, places.view(-1, 1))
-    result: Tensor = SumRows.apply(out.to(x.dtype), source, places)
-    return result
+    out = out * repeat_rows(weights.reshape(-1, 1), order, places.view(-1, 1))
+    return add_rows(out.to(x.dtype), source, places)
 
 
 class Groups:
@@ -115,7 +114,7 @@ class Groups:
         """Each group's rows times its matrix, [S, I] x [E, I, O] -> [S, O]; no rows give a gradient of zero."""
         if (type(x) is not Tensor and self._counts is None) or (x.device.type == "cuda" and x.dtype == torch.bfloat16):
             return F.grouped_mm(x, weight, offs=self.offsets)
-        parts = [rows @ matrix for rows, matrix in zip(x.split(self.counts), weight.unbind(0), strict=True)]
+        parts = [rows @ matrix for rows, matrix in zip(torch.split(x, self.counts), weight.unbind(0), strict=True)]
         return torch.cat(parts)
 
     def each(self, values: Tensor) -> Tensor:

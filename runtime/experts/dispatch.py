@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -66,7 +67,9 @@ def dispatch(
     """
     replay.refuse_other_checkpoints()
     names = list(parameters)
-    result: Tensor = _Dispatch.apply(transport, experts, names, chunks, x, index, weights, *parameters.values())
+    result: Tensor = _Dispatch.apply(  # type: ignore[no-untyped-call]
+        transport, experts, names, chunks, x, index, weights, *parameters.values()
+    )
     return result
 
 
@@ -89,7 +92,7 @@ class _Dispatch(torch.autograd.Function):
             tape.record(call)
         build = phase != "record" and any(ctx.needs_input_grad)
         bounds = [x.shape[0] * i // chunks for i in range(chunks + 1)]
-        spans = [slice(a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
+        spans = [slice(a, b) for a, b in pairwise(bounds)]
         if not call.routes:
             for span in spans:
                 route, received = transport.route(index[span], weights[span])
@@ -156,12 +159,12 @@ def _differentiate(graph: _Graph, parameters: list[Tensor], dy: Tensor) -> list[
     if graph.y.requires_grad:
         found = iter(torch.autograd.grad(graph.y, inputs, dy, allow_unused=True))
     else:
-        found = iter([None] * len(inputs))  # no row came here
-    dx, dweights = next(found), next(found)
+        found = iter(())  # no row came here
+    dx, dweights = next(found, None), next(found, None)
     return [
         torch.zeros_like(graph.x) if dx is None else dx,
         torch.zeros_like(graph.weights) if dweights is None else dweights,
-        *(next(found) if p.requires_grad else None for p in parameters),
+        *(next(found, None) if p.requires_grad else None for p in parameters),
     ]
 
 

@@ -1,7 +1,7 @@
 """Recomputation that repeats the first pass exactly: routing is recorded, not decided again.
 
-``replay_contexts`` is the ``context_fn`` of ``torch.utils.checkpoint.checkpoint`` (non-reentrant). In the first pass the
-tape records every selection of experts and every route; the recomputation reads them back. Ties in a router, or
+``replay_contexts`` is the ``context_fn`` of ``torch.utils.checkpoint.checkpoint`` (non-reentrant). In the first pass
+the tape records every selection of experts and every route; the recomputation reads them back. Ties in a router, or
 kernels whose bits differ between two runs, then cannot change buffer shapes or choose other experts.
 """
 

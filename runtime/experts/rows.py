@@ -36,7 +36,7 @@ def sum_rows(y: Tensor, places: Tensor) -> Tensor:
     return total.to(y.dtype)
 
 
-class CopyRows(torch.autograd.Function):
+class _CopyRows(torch.autograd.Function):
     """``copy_rows`` with ``sum_rows`` as its gradient."""
 
     @staticmethod
@@ -50,7 +50,7 @@ class CopyRows(torch.autograd.Function):
         return sum_rows(grads[0], places), None, None
 
 
-class SumRows(torch.autograd.Function):
+class _SumRows(torch.autograd.Function):
     """``sum_rows`` with ``copy_rows`` as its gradient."""
 
     @staticmethod
@@ -62,3 +62,15 @@ class SumRows(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         (source,) = ctx.saved_tensors
         return copy_rows(grads[0], source), None, None
+
+
+def repeat_rows(x: Tensor, source: Tensor, places: Tensor) -> Tensor:
+    """Differentiable ``copy_rows``."""
+    result: Tensor = _CopyRows.apply(x, source, places)  # type: ignore[no-untyped-call]
+    return result
+
+
+def add_rows(y: Tensor, source: Tensor, places: Tensor) -> Tensor:
+    """Differentiable ``sum_rows``."""
+    result: Tensor = _SumRows.apply(y, source, places)  # type: ignore[no-untyped-call]
+    return result

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from runtime.experts.buffers import RingPool
 from runtime.experts.routing import Hop, HopPlan, RoutingSource
@@ -66,19 +67,12 @@ class Transport:
         self.width = num_experts // meshes.ep_size
         self.experts = range(meshes.ep_rank * self.width, (meshes.ep_rank + 1) * self.width)
         self._strides = _strides(config, meshes.ep_size)
-        meshes_of = {"off": [meshes.ep], "across_first": [meshes.across, meshes.inside]}
-        meshes_of["inside_first"] = meshes_of["across_first"][::-1]
-        self.hops = []
+        self.hops: list[Hop] = []
         behind = list(range(meshes.ep_size))
-        for mesh, (stride, size) in zip(meshes_of[config.hierarchical], self._strides, strict=True):
-            assert mesh is not None
+        for mesh, (stride, size) in zip(_meshes(meshes, config), self._strides, strict=True):
             reach = [[rank for rank in behind if rank // stride % size == g] for g in range(size)]
-            self.hops.append(
-                Hop(
-                    group=mesh.get_group(),
-                    reach=tuple(frozenset(e for r in ranks for e in self._of(r)) for ranks in reach),
-                )
-            )
+            experts = tuple(frozenset(e for r in ranks for e in self._of(r)) for ranks in reach)
+            self.hops.append(Hop(group=mesh.get_group(), reach=experts))
             behind = reach[meshes.ep_rank // stride % size]
 
     def _of(self, rank: int) -> range:
@@ -178,6 +172,15 @@ def _exchange(
         return received
 
     return wait
+
+
+def _meshes(meshes: Meshes, config: ParallelConfig) -> list[DeviceMesh]:
+    by_order = {
+        "off": [meshes.ep],
+        "across_first": [meshes.across, meshes.inside],
+        "inside_first": [meshes.inside, meshes.across],
+    }
+    return [mesh for mesh in by_order[config.hierarchical] if mesh is not None]
 
 
 def _strides(config: ParallelConfig, ep: int) -> list[tuple[int, int]]:

@@ -37,7 +37,7 @@ def finish_gradients(model: nn.Module) -> None:
     for parameters in by_dtype.values():
         flat = torch.cat([_gradient(p).reshape(-1) for p in parameters])
         dist.all_reduce(flat)
-        for parameter, piece in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+        for parameter, piece in zip(parameters, torch.split(flat, [p.numel() for p in parameters]), strict=True):
             parameter.grad = piece.view_as(parameter).clone()
 
 

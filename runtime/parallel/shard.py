@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -56,8 +57,8 @@ def parallelize(
         ValueError: the layout does not fit the model, or needs a process group; says what to change.
     """
     sites = find_experts(model)
-    for site in sites or [None]:
-        config.check(meshes.world_size, site.num_experts if site is not None else 0)
+    for experts in sorted({site.num_experts for site in sites}) or [0]:
+        config.check(meshes.world_size, experts)
     if meshes.dense is None and param_dtype is not None and any(p.dtype != param_dtype for p in model.parameters()):
         raise ValueError(
             f"mixed precision needs a process group; start with torchrun --nproc-per-node 1, or convert the model to "
@@ -158,8 +159,8 @@ def decoder_blocks(model: nn.Module) -> list[nn.Module]:
     blocks = _outermost([m for m in model.modules() if type(m).__name__ in names])
     if blocks:
         return blocks
-    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
-    return list(max(lists, key=len, default=nn.ModuleList()))
+    lists = [list(m) for m in model.modules() if isinstance(m, nn.ModuleList)]
+    return max(lists, key=len, default=[])
 
 
 def _outermost(modules: list[nn.Module]) -> list[nn.Module]:
@@ -192,6 +193,6 @@ def _kept_exact(model: nn.Module, param_dtype: torch.dtype | None) -> tuple[set[
 
 def _prefetch(units: list[list[Any]]) -> None:
     """Each block asks for the next one's weights: reading the all-to-all's sizes on the host hides them from FSDP."""
-    for before, after in zip(units, units[1:], strict=False):
+    for before, after in pairwise(units):
         before[0].set_modules_to_forward_prefetch(after)
         after[0].set_modules_to_backward_prefetch(before)
