@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from onboarding.artifacts import ArtifactStore
+from onboarding.sandbox import warm
 from onboarding.settings import Settings
 from onboarding.store import Store
 from workers.environment import STEP_MARK, clean_environment
@@ -47,6 +48,7 @@ def main(control_fd: int, parent: int) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # guards report by their pipe and need no burial
     forking = not GPU_DEVICE.exists()
     if forking:
+        warm.prestart()  # steps inherit it: their confined programs are forked from it
         preload()
     with socket.socket(fileno=control_fd) as control:
         while True:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from onboarding.problem import Problem
-from onboarding.sandbox import backends, process
+from onboarding.sandbox import backends, process, warm
 from onboarding.sandbox.limits import Limits, Outcome
 from onboarding.sandbox.process import Running
 from onboarding.sandbox.view import ROOT
@@ -39,7 +39,8 @@ class Sandbox:
     Args:
         gpu: the process may use the GPU (device nodes are shown; CUDA must start inside).
         unsafe: the operator allows running without any sandbox where none works.
-        backend: name of the backend to use; the first that works by default.
+        backend: name of the backend to use; the first that works by default, one that a warm parent can use if there
+            is one.
 
     Raises:
         Problem: ``no-sandbox`` if none works and ``unsafe`` is not set.
@@ -48,7 +49,7 @@ class Sandbox:
     def __init__(self, *, gpu: bool = False, unsafe: bool = False, backend: str = "") -> None:
         self.gpu = gpu
         failures = {}
-        for candidate in backends.ORDER:
+        for candidate in backends.WARM_ORDER if warm.shared() and not gpu else backends.ORDER:
             if backend and candidate.name != backend:
                 continue
             failures[candidate.name] = works(candidate, gpu)
@@ -91,6 +92,41 @@ class Sandbox:
             gpu=self.gpu,
         )
 
+    def start_module(
+        self,
+        module: str,
+        args: Sequence[str] = (),
+        *,
+        scratch: Path,
+        read_only: Sequence[Path] = (),
+        limits: Limits | None = None,
+        env: dict[str, str] | None = None,
+        fds: Sequence[int] = (),
+    ) -> Running:
+        """Start ``python -m module`` (of this project) confined: forked from the warm parent where there is one.
+
+        The module's arguments are the numbers under which it inherits ``fds``, then ``args``. A warm parent never
+        serves a program that may use the GPU.
+        """
+        parent = warm.shared()
+        if parent and not self.gpu and self.backend.confines and self.backend is not backends.BUBBLEWRAP:
+            try:
+                return process.start_warm(
+                    parent,
+                    self.backend,
+                    module,
+                    args,
+                    scratch=scratch,
+                    read_only=read_only,
+                    limits=limits or Limits(),
+                    env=env or {},
+                    fds=fds,
+                )
+            except warm.WarmUnavailable:
+                warm.give_up()
+        argv, own = module_command(module, [*map(str, fds), *args])
+        return self.start(argv, scratch=scratch, read_only=read_only, limits=limits, env=own | (env or {}), fds=fds)
+
     def run(
         self,
         argv: Sequence[str],
@@ -126,17 +162,9 @@ class Sandbox:
         fds: Sequence[int] = (),
         on_line: Callable[[str], None] | None = None,
     ) -> Outcome:
-        """Run ``python -m module args`` with this interpreter; the project's lower floors are importable."""
-        argv, own = module_command(module, args)
-        return self.run(
-            argv,
-            scratch=scratch,
-            read_only=read_only,
-            limits=limits,
-            env=own | (env or {}),
-            fds=fds,
-            on_line=on_line,
-        )
+        """Run ``python -m module`` to its end or to a limit; see :meth:`start_module`."""
+        running = self.start_module(module, args, scratch=scratch, read_only=read_only, limits=limits, env=env, fds=fds)
+        return running.wait(on_line)
 
 
 def module_command(module: str, args: Sequence[str]) -> tuple[list[str], dict[str, str]]:

@@ -20,6 +20,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from onboarding.sandbox import seccomp
 from onboarding.sandbox.limits import Limits
@@ -67,6 +68,8 @@ LANDLOCK = Backend(
 )
 NONE = Backend(name="none", words="no sandbox (the operator said so)", namespaces=False, confines=False)
 ORDER = (BUBBLEWRAP, NAMESPACES, ROOT_NAMESPACES, LANDLOCK)
+WARM_ORDER = (NAMESPACES, ROOT_NAMESPACES, BUBBLEWRAP, LANDLOCK)
+"""Where a warm parent runs: bubblewrap can only start a program afresh."""
 
 
 def rlimits(limits: Limits, *, gpu: bool, grouped: bool) -> dict[str, int]:
@@ -128,19 +131,11 @@ def bubblewrap_command(view: View, argv: Sequence[str], limits: Limits, fds: dic
     return [*command, "--remount-ro", "/dev", "--remount-ro", "/", "--", *argv]
 
 
-def launcher_command(
-    backend: Backend,
-    view: View,
-    argv: Sequence[str],
-    limits: Limits,
-    *,
-    env: dict[str, str],
-    fds: Sequence[int],
-    cgroups: Sequence[Path],
-    gpu: bool,
-) -> list[str]:
-    """The command line of ``launcher.py`` for one of the other backends."""
-    config = {
+def launcher_config(
+    backend: Backend, view: View, limits: Limits, *, cgroups: Sequence[Path], gpu: bool
+) -> dict[str, Any]:
+    """What ``launcher.py`` needs to know of one of the other backends; the program itself is added by the caller."""
+    return {
         "namespaces": backend.namespaces,
         "user_namespace": backend.user_namespace,
         "landlock": backend.landlock,
@@ -154,10 +149,11 @@ def launcher_command(
         "scratch": view.scratch,
         "listed": [str(ROOT)],
         "filter": seccomp.program(namespaces=backend.namespaces, gpu=gpu).hex(),
-        "fds": list(fds),
-        "argv": list(argv),
-        "env": env,
     }
+
+
+def launcher_command(config: dict[str, Any]) -> list[str]:
+    """The command line of ``launcher.py``; ``config`` holds ``argv``, ``env`` and ``fds`` besides."""
     return [sys.executable, "-I", "-S", str(LAUNCHER), json.dumps(config)]
 
 

@@ -24,6 +24,7 @@ from onboarding.sandbox.limits import Limits
 
 if TYPE_CHECKING:
     from onboarding.sandbox import Sandbox
+    from onboarding.sandbox.warm import WarmParent
 
 _PRELUDE = """
 import ctypes, errno, os, signal, socket, sys, time
@@ -173,6 +174,64 @@ time.sleep(0.1)
     ),
 )
 
+# What a program that was forked from the warm parent could try besides; its arguments are the same.
+FORKED_ESCAPES: tuple[Escape, ...] = (
+    Escape(
+        name="descriptors of others",
+        code="""
+import stat
+for number in range(1024):
+    try: kind = os.fstat(number).st_mode
+    except OSError: continue
+    if number > 2: escaped(f"descriptor {number}")
+    if stat.S_ISSOCK(kind): escaped("the control socket")
+""",
+    ),
+    Escape(
+        name="the warm parent",
+        code="""
+warm = int(sys.argv[5])
+def pids():
+    try: return {int(name) for name in os.listdir("/proc") if name.isdigit()}
+    except OSError: return set()
+def looks_like(pid):
+    try: return b"zygote" in open(f"/proc/{pid}/cmdline", "rb").read()
+    except OSError: return False
+for pid in pids() - {1, os.getpid()}:
+    if looks_like(pid): escaped(f"sees {pid}")
+for pid in {warm, os.getppid(), 1}:
+    attempt(f"memory of {pid}", lambda: os.open(f"/proc/{pid}/mem", os.O_RDWR))
+    attempt(f"descriptors of {pid}", lambda: os.open(f"/proc/{pid}/fd/1", os.O_WRONLY))
+    attempt(f"root of {pid}", lambda: os.open(f"/proc/{pid}/root/etc", os.O_RDONLY))
+    attempt(f"ptrace {pid}", lambda: libc.ptrace(0x4206, pid, 0, 0))
+    buffer = ctypes.create_string_buffer(64)
+    attempt(f"process_vm {pid}", lambda: libc.process_vm_readv(pid, buffer, 1, buffer, 1, 0))
+    if pid != 1 and pid != os.getppid(): attempt(f"signal {pid}", lambda: os.kill(pid, signal.SIGTERM) or 0)
+for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP):
+    try: os.kill(1, number)
+    except OSError: pass
+""",
+    ),
+    Escape(
+        name="what others left",
+        code="""
+import builtins, torch
+if hasattr(builtins, "onboard_canary"): escaped("a module that another program changed")
+builtins.onboard_canary = 1
+torch.onboard_canary = 1
+for folder in ("/tmp", "/dev/shm"):
+    try:
+        if os.listdir(folder) not in ([], ["shm"]) and any("canary" in n for n in os.listdir(folder)): escaped(folder)
+        open(folder + "/canary", "w").close()
+    except OSError: pass
+key = 0x0b0a4d
+shared = libc.shmget(key, 4096, 0)
+if shared >= 0: escaped("shared memory of another program")
+libc.shmget(key, 4096, 0o1600)
+""",
+    ),
+)
+
 LIMITS = Limits(
     wall_s=1.0,
     memory_bytes=192 * 2**20,
@@ -208,14 +267,19 @@ def targets() -> Iterator[list[str]]:
                 victim.wait()
 
 
-def attempt(sandbox: Sandbox, escape: Escape) -> str:
-    """Run one attempt. Empty if the sandbox held, else what went wrong."""
+def attempt(sandbox: Sandbox, escape: Escape, parent: WarmParent | None = None) -> str:
+    """Run one attempt, afresh or forked from the warm ``parent``. Empty if the sandbox held, else what went wrong."""
     marker = f"trial-{os.urandom(8).hex()}"
     with tempfile.TemporaryDirectory(prefix="onboard-escape-") as scratch:
         try:
             with targets() as arguments:
-                argv = [sys.executable, "-I", "-S", "-c", _PRELUDE + escape.code, *arguments, marker]
-                outcome = sandbox.run(argv, scratch=Path(scratch), limits=LIMITS)
+                if parent is None:
+                    argv = [sys.executable, "-I", "-S", "-c", _PRELUDE + escape.code, *arguments, marker]
+                    outcome = sandbox.run(argv, scratch=Path(scratch), limits=LIMITS)
+                else:
+                    arguments = [escape.name, *arguments, str(parent.pid)]
+                    outcome = sandbox.run_module(__name__, arguments, scratch=Path(scratch), limits=LIMITS)
+                    marker = parent.mark
         except RuntimeError as error:
             return str(error)
     if "ESCAPED" in outcome.stdout_tail:
@@ -227,19 +291,31 @@ def attempt(sandbox: Sandbox, escape: Escape) -> str:
         return f"the attempt itself failed: {outcome.reason}: {outcome.stderr_tail[-300:]}"
     if outcome.wall_s > LIMITS.wall_s + 2.5:
         return f"took {outcome.wall_s:.1f} s to end"
-    left = left_over(marker)
+    left = left_over(marker, parent.pid if parent else 0)
     return f"left processes behind: {left}" if left else ""
 
 
-def left_over(marker: str) -> list[int]:
-    """Processes that still carry the marker in their arguments, after at most two seconds."""
+def left_over(marker: str, besides: int = 0) -> list[int]:
+    """Processes, ``besides`` one, that still carry the marker in their arguments, after at most two seconds."""
     deadline = time.monotonic() + 2.0
     while True:
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                if marker in process.cmdline() and process.status() != psutil.STATUS_ZOMBIE:
+                mine = marker in process.cmdline() and process.pid != besides
+                if mine and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process.pid)
         if not found or time.monotonic() > deadline:
             return found
         time.sleep(0.05)
+
+
+def main() -> None:
+    """``python -m onboarding.sandbox.escapes NAME TARGET...``: make one attempt from within."""
+    name = sys.argv.pop(1)
+    escape = next(escape for escape in (*ESCAPES, *FORKED_ESCAPES) if escape.name == name)
+    exec(_PRELUDE + escape.code, {"__name__": "__main__"})
+
+
+if __name__ == "__main__":
+    main()

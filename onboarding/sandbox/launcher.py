@@ -1,9 +1,12 @@
-"""Confines itself and starts one program: the sandbox for hosts without bubblewrap.
+"""Confines itself and starts one program: the sandbox for hosts without bubblewrap, and for warm starts.
 
 Run as a script (``python -I -S launcher.py CONFIG``) so that it starts in some 20 ms: standard library only, nothing
 imported from this project. CONFIG is JSON made by ``backends.py``. With ``namespaces`` it builds a fresh root (tmpfs
 first, then read-only binds), a fresh /proc and a minimal /dev; without, Landlock keeps the process to the same files.
 In both, a supervisor stays behind that reaps every descendant and ends them all when the program ends.
+
+``zygote.py`` calls :func:`confined` in a fork of itself: the same confinement, but the program is a function that is
+imported already.
 """
 
 from __future__ import annotations
@@ -12,10 +15,15 @@ import ctypes
 import json
 import os
 import resource
+import select
 import signal
 import struct
 import sys
+from collections.abc import Callable
 from typing import Any, NoReturn
+
+Become = Callable[[dict[str, Any]], None]
+"""Turns a process that has given up every privilege into the program; returns only where that failed."""
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _NEWNS, _NEWUTS, _NEWIPC, _NEWUSER, _NEWPID, _NEWNET = (
@@ -187,8 +195,27 @@ def set_rlimits(limits: dict[str, int]) -> None:
         resource.setrlimit(kind, (value, value))
 
 
-def reap_until(child: int) -> int:
-    """Reap every descendant that ends; the program's exit status (128 + n for signal n) once it ends itself."""
+def abandoned(lifeline: int, also: int = -1) -> bool:
+    """Whether nobody reads a pipe any more, of which ``lifeline`` is the write end.
+
+    Args:
+        also: a descriptor to wait for: the answer is given when it is readable or the pipe is abandoned.
+    """
+    watched = select.poll()
+    watched.register(lifeline, 0)  # errors are reported in any case
+    if also >= 0:
+        watched.register(also, select.POLLIN)
+    return any(descriptor == lifeline for descriptor, _ in watched.poll(None if also >= 0 else 0))
+
+
+def reap_until(child: int, lifeline: int = -1) -> int:
+    """Reap every descendant that ends; the program's exit status (128 + n for signal n) once it ends itself.
+
+    Args:
+        lifeline: write end of a pipe; when nobody reads it any more this returns 143, the child still running.
+    """
+    if lifeline >= 0 and abandoned(lifeline, os.pidfd_open(child)):
+        return 143
     while True:
         pid, status = os.wait()
         if pid == child:
@@ -208,7 +235,12 @@ def end_descendants() -> None:
             return
 
 
-def start_program(config: dict[str, Any]) -> NoReturn:
+def execute(config: dict[str, Any]) -> None:
+    """Become the program ``argv``."""
+    os.execve(config["argv"][0], config["argv"], config["env"])
+
+
+def start_program(config: dict[str, Any], become: Become) -> NoReturn:
     """Give up every privilege and become the program."""
     try:
         drop_privileges(config["uid"])
@@ -218,45 +250,65 @@ def start_program(config: dict[str, Any]) -> NoReturn:
         set_rlimits(config["rlimits"])
         os.chdir(config["scratch"])
         install_filter(bytes.fromhex(config["filter"]))
-        os.execve(config["argv"][0], config["argv"], config["env"])
+        become(config)
     except BaseException as error:
         os.write(2, f"sandbox: {error}\n".encode())
     os._exit(125)
 
 
-def supervise(config: dict[str, Any]) -> int:
+def supervise(config: dict[str, Any], become: Become, lifeline: int = -1) -> int:
     """Build the root where asked, start the program, and see all of it end."""
     if config["namespaces"]:
         build_root(config)
     child = os.fork()
     if child == 0:
-        start_program(config)
+        if lifeline >= 0:
+            os.close(lifeline)
+        start_program(config, become)
     for descriptor in config["fds"]:
         os.close(descriptor)
-    return reap_until(child)
+    return reap_until(child, lifeline)
 
 
-def main() -> int:
-    """Entry point. Exit status: the program's, or 125 where the sandbox could not be made."""
-    config = json.loads(sys.argv[1])
-    prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: never outlive the one who started us
+def confined(config: dict[str, Any], become: Become, lifeline: int = -1) -> int:
+    """Run the program confined, as a descendant of this process; its exit status (143: nobody waits for it any more).
+
+    The caller must end then: in namespaces, the rest of the tree dies with it.
+
+    Args:
+        lifeline: see :func:`reap_until`; no descendant keeps it.
+
+    Raises:
+        OSError: the sandbox could not be made.
+    """
     for folder in config["cgroups"]:
         with open(f"{folder}/cgroup.procs", "w") as file:
             file.write(str(os.getpid()))
     if not config["namespaces"]:
         prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: daemons come back to us
         signal.signal(signal.SIGTERM, _end)
-        status = supervise(config)
+        status = supervise(config, become, lifeline)
         end_descendants()
         return status
     enter_namespaces(config["user_namespace"])
     init = os.fork()
     if init == 0:
         prctl(1, signal.SIGKILL)
-        os._exit(_guarded(config))
+        if lifeline >= 0:
+            if abandoned(lifeline):  # the parent may have seen it and ended before the line above
+                os._exit(143)
+            os.close(lifeline)
+        os._exit(_guarded(config, become))
     for descriptor in config["fds"]:
         os.close(descriptor)
-    return reap_until(init)
+    return reap_until(init, lifeline)
+
+
+def main() -> int:
+    """Entry point. Exit status: the program's, or 125 where the sandbox could not be made."""
+    config = json.loads(sys.argv[1])
+    prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: never outlive the one who started us
+    return confined(config, execute)
 
 
 def _end(*_: Any) -> NoReturn:
@@ -265,9 +317,9 @@ def _end(*_: Any) -> NoReturn:
     os._exit(143)
 
 
-def _guarded(config: dict[str, Any]) -> int:
+def _guarded(config: dict[str, Any], become: Become) -> int:
     try:
-        return supervise(config)
+        return supervise(config, become)
     except BaseException as error:
         os.write(2, f"sandbox: {error}\n".encode())
         return 125

@@ -22,12 +22,14 @@ from onboarding.sandbox.backends import (
     bubblewrap_command,
     drops_user,
     launcher_command,
+    launcher_config,
     rlimits,
 )
 from onboarding.sandbox.cgroups import Group
 from onboarding.sandbox.limits import Limits, Outcome
 from onboarding.sandbox.usage import describe_status, folder_bytes, tree_seconds, tree_usage
-from onboarding.sandbox.view import View, build_view
+from onboarding.sandbox.view import View, base_environment, build_view
+from onboarding.sandbox.warm import Forked, WarmParent
 
 TAIL_BYTES = 16 * 1024
 _TICK_S = 0.1
@@ -70,7 +72,8 @@ def start(
             if drops_user(backend, view.scratch):
                 os.chown(view.scratch, NOBODY, NOBODY)
             folders = group.folders if group else []
-            command = launcher_command(backend, view, argv, limits, env=full_env, fds=fds, cgroups=folders, gpu=gpu)
+            config = launcher_config(backend, view, limits, cgroups=folders, gpu=gpu)
+            command = launcher_command(config | {"argv": list(argv), "env": full_env, "fds": list(fds)})
             process = subprocess.Popen(command, pass_fds=fds, **common)
         else:
             process = subprocess.Popen(list(argv), pass_fds=fds, **common)
@@ -82,23 +85,45 @@ def start(
     return Running(process, backend, group, Path(view.scratch), limits)
 
 
-def base_environment(scratch: str) -> dict[str, str]:
-    """What a confined process finds in its environment: nothing of ours but what Python and CUDA need."""
-    env = {
-        "PATH": "/usr/local/bin:/usr/bin:/bin",
-        "HOME": scratch,
-        "TMPDIR": scratch,
-        "USER": "nobody",
-        "LANG": "C.UTF-8",
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "PYTHONNOUSERSITE": "1",
-        "TRITON_CACHE_DIR": f"{scratch}/.triton",
-        "TORCHINDUCTOR_CACHE_DIR": f"{scratch}/.inductor",
+def start_warm(
+    parent: WarmParent,
+    backend: Backend,
+    module: str,
+    arguments: Sequence[str],
+    *,
+    scratch: Path,
+    read_only: Sequence[Path],
+    limits: Limits,
+    env: dict[str, str],
+    fds: Sequence[int] = (),
+) -> Running:
+    """Have the warm parent fork a program, confined by one of the backends of ``launcher.py``.
+
+    Args:
+        module: run as ``python -m`` would; its arguments are the numbers of its descriptors, then ``arguments``.
+
+    Raises:
+        WarmUnavailable: the parent does not serve.
+        FileNotFoundError: scratch or a read-only path is missing.
+    """
+    view = build_view(scratch, read_only, gpu=False)
+    group = Group.create(limits)
+    if drops_user(backend, view.scratch):
+        os.chown(view.scratch, NOBODY, NOBODY)
+    folders = group.folders if group else []
+    config = launcher_config(backend, view, limits, cgroups=folders, gpu=False) | {
+        "module": module,
+        "arguments": list(arguments),
+        "env": base_environment(view.scratch) | env,
     }
-    for name in ("LD_LIBRARY_PATH", "CUDA_HOME", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "PYTHONPATH"):
-        if name in os.environ:
-            env[name] = os.environ[name]
-    return env
+    try:
+        forked = parent.fork(config, fds)
+    except BaseException:
+        if group:
+            group.kill()
+            group.remove()
+        raise
+    return Running(forked, backend, group, Path(view.scratch), limits)
 
 
 def _start_bubblewrap(
@@ -146,7 +171,12 @@ class Running:
     """A confined process tree. Always :meth:`wait` for it or :meth:`close` it."""
 
     def __init__(
-        self, process: subprocess.Popen[bytes], backend: Backend, group: Group | None, scratch: Path, limits: Limits
+        self,
+        process: subprocess.Popen[bytes] | Forked,
+        backend: Backend,
+        group: Group | None,
+        scratch: Path,
+        limits: Limits,
     ) -> None:
         self._process = process
         self._backend = backend
@@ -160,7 +190,7 @@ class Running:
         self._next_look = 0.0
         self.pid = process.pid
         """Of the outermost process, as the host sees it."""
-        self._ended = os.pidfd_open(process.pid)
+        self._ended = process.watched() if isinstance(process, Forked) else os.pidfd_open(process.pid)
         self._selector.register(self._ended, selectors.EVENT_READ, "ended")
         for name in self._tails:
             stream: IO[bytes] = getattr(process, name)
@@ -227,7 +257,7 @@ class Running:
         for stream in (self._process.stdout, self._process.stderr):
             if stream:
                 stream.close()
-        code = self._process.returncode
+        code = self._process.wait()
         code = 128 - code if code < 0 else code
         if not reason and out_of_memory and code:
             reason = "memory"
@@ -284,7 +314,9 @@ class Running:
             self._process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(1.0)
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)
+        # a forked program that has ended is not ours to bury: its number may be somebody else's by now
+        if not (isinstance(self._process, Forked) and self._process.poll() is not None):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
         if self._group:
             self._group.kill()

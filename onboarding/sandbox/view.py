@@ -103,3 +103,23 @@ def _under(inside: str, folder: str, source: str) -> str | None:
     if inside == folder or inside.startswith(folder + "/"):
         return source + inside[len(folder) :]
     return None
+
+
+def base_environment(scratch: str) -> dict[str, str]:
+    """What a confined process finds in its environment: nothing of ours but what Python and CUDA need."""
+    env = {
+        "PATH": "/usr/local/bin:/usr/bin:/bin",
+        "HOME": scratch,
+        "TMPDIR": scratch,
+        "USER": "nobody",
+        "ONBOARD_CONFINED": "1",
+        "LANG": "C.UTF-8",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "PYTHONNOUSERSITE": "1",
+        "TRITON_CACHE_DIR": f"{scratch}/.triton",
+        "TORCHINDUCTOR_CACHE_DIR": f"{scratch}/.inductor",
+    }
+    for name in ("LD_LIBRARY_PATH", "CUDA_HOME", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "PYTHONPATH"):
+        if name in os.environ:
+            env[name] = os.environ[name]
+    return env

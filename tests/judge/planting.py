@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,14 @@ SWIGLU: dict[str, Any] = {"width": 100}
 
 def make_spec(family: str, flags: dict[str, Any]) -> OperatorSpec:
     return spec_class(family)(**flags)
+
+
+def small_spec(family: str) -> OperatorSpec:
+    """A spec of any family, with its default flags and small dims: for what must hold for every family."""
+    kind = spec_class(family)
+    needed = [f.name for f in dataclasses.fields(kind) if f.default is f.default_factory is dataclasses.MISSING]
+    sizes: dict[str, Any] = {name: {"top_k": 2, "experts": 4}.get(name, 32) for name in needed}
+    return kind(**sizes)
 
 
 @functools.cache

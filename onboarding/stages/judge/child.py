@@ -17,6 +17,8 @@ from types import ModuleType
 from typing import IO, Any
 
 import torch
+import triton
+import triton.language
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -198,9 +200,6 @@ def main() -> None:
     # uninitialised memory is filled with NaN (integers: the largest value), so that reading it shows
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
-    import triton
-    import triton.language
-
     if device.type == "cuda":
         torch.zeros(1, device=device)
     session = Session(device)

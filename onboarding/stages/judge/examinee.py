@@ -45,10 +45,9 @@ class Examinee:
         self._limits, self._answer_s = limits, answer_s
         child_reads, self._requests = os.pipe()
         self._replies, child_writes = os.pipe()
-        argv, env = module_command(child, [str(child_reads), str(child_writes), device])
         try:
             self._running = sandbox.start_module(
-                CHILD,
+                child,
                 [device],
                 scratch=self.work,
                 read_only=[self.given],
