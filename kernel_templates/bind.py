@@ -18,6 +18,8 @@ Traits
     A candidate may say more about itself in ``TRAITS`` (a template: ``traits(spec)``), to save memory and traffic:
     ``shared_gradients`` {input: other input that has the very same gradient}, ``saved_outputs`` (outputs that
     backward reads, kept without a copy) and ``unread_inputs`` (inputs of which backward needs shape and dtype only).
+    ``forward_needs``: forward takes a fourth argument, the names of the inputs whose gradients will be asked for.
+    ``released``: saved tensors that backward may change and hand out as gradients; it then runs once.
 
 Self-contained (torch only): bundles carry a copy of this file.
 """
@@ -58,7 +60,7 @@ def bind_template(template: Any, spec: Any) -> SimpleNamespace:
         OUTPUTS={r.name: role(r) for r in spec.outputs()},
         TRAITS=template.traits(spec) if hasattr(template, "traits") else {},
         outputs_like=lambda tensors, config: template.outputs_like(tensors, spec, config),
-        forward=lambda tensors, config: template.forward(tensors, spec, config),
+        forward=lambda tensors, config, *needs: template.forward(tensors, spec, config, *needs),
         backward=lambda tensors, saved, grads, needs, config: template.backward(
             tensors, saved, grads, needs, spec, config
         ),
@@ -90,6 +92,8 @@ class Operator:
         self.shared: dict[str, str] = dict(traits.get("shared_gradients", {}))
         self.saved_outputs: tuple[str, ...] = tuple(traits.get("saved_outputs", ()))
         self.unread: frozenset[str] = frozenset(traits.get("unread_inputs", ()))
+        self.released: frozenset[str] = frozenset(traits.get("released", ()))
+        self._forward_needs = bool(traits.get("forward_needs", False))
         self.name = _free_name(name)
         self._required = tuple(n for n, role in candidate.INPUTS.items() if "optional" not in role)
         self._differentiable = {n for n, role in candidate.INPUTS.items() if "differentiable" in role}
@@ -114,7 +118,7 @@ class Operator:
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in values):
             outputs: tuple[Tensor, ...] = _Eager.apply(self, *values)  # type: ignore[no-untyped-call]
             return outputs
-        return tuple(self._run(values)[0][: len(self.outputs)])
+        return tuple(self._run(values, frozenset())[0][: len(self.outputs)])
 
     def config(self, **tensors: Tensor | None) -> dict[str, Any]:
         """The configuration that a call with these tensors uses."""
@@ -122,11 +126,19 @@ class Operator:
 
     # ---- what both paths do -----------------------------------------------------------------------------------
 
-    def _run(self, values: Sequence[Tensor | None]) -> tuple[list[Tensor], tuple[str, ...], dict[str, Any]]:
-        """Forward: the outputs followed by what backward needs beside them, its names, and the configuration."""
+    def _run(
+        self, values: Sequence[Tensor | None], needs: frozenset[str] | None = None
+    ) -> tuple[list[Tensor], tuple[str, ...], dict[str, Any]]:
+        """Forward: the outputs followed by what backward needs beside them, its names, and the configuration.
+
+        ``needs`` None means every gradient.
+        """
         tensors = self._contiguous(values)
         config = self._config(tensors)
-        outputs, saved = self.candidate.forward(tensors, config)
+        if self._forward_needs and needs is not None:
+            outputs, saved = self.candidate.forward(tensors, config, needs)
+        else:
+            outputs, saved = self.candidate.forward(tensors, config)
         names = self._extra(saved)
         return _without_aliases(self._results(outputs, saved), values), names, config
 
@@ -148,7 +160,8 @@ class Operator:
                 assert like is not None
                 gradient = found.get(n)
                 results.append(like.new_zeros(like.shape) if gradient is None else gradient.to(like.dtype))
-        return _without_aliases(results, (*tensors.values(), *saved.values(), *grads))
+        kept = (t for n, t in saved.items() if n not in self.released)
+        return _without_aliases(results, (*tensors.values(), *kept, *grads))
 
     def _keep(self, ctx: Any, inputs: Sequence[Tensor | None], output: Sequence[Tensor]) -> None:
         """Saves the inputs that backward reads, the outputs that it reads, and what forward kept for it."""
@@ -269,7 +282,9 @@ class Operator:
         config = self._config(tensors)
         names = self.saved_outputs + self._names_of_saved(tensors, config)
         wanted = frozenset(n for n, need in zip(self.inputs, needs, strict=True) if need)
-        return self._differentiate(tensors, dict(zip(names, saved, strict=True)), grads, wanted, config)
+        # an operator of a graph changes none of its arguments
+        own = {n: t.clone() if n in self.released else t for n, t in zip(names, saved, strict=True)}
+        return self._differentiate(tensors, own, grads, wanted, config)
 
     def _fake_backward(
         self,
@@ -292,8 +307,10 @@ class _Eager(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, operator: Operator, *values: Tensor | None) -> tuple[Tensor, ...]:
-        results, names, config = operator._run(values)
+        needs = frozenset(n for n, need in zip(operator.inputs, ctx.needs_input_grad[1:], strict=True) if need)
+        results, names, config = operator._run(values, needs & operator._differentiable)
         operator._keep(ctx, values, results)
+        ctx.spent = False
         ctx.operator, ctx.config, ctx.names = operator, config, operator.saved_outputs + names
         return tuple(results[: len(operator.outputs)])
 
@@ -305,6 +322,10 @@ class _Eager(torch.autograd.Function):
         sources = operator._sources(inputs, ctx.needs_input_grad[1:])
         if not sources or all(g is None for g in grads):
             return (None,) * len(ctx.needs_input_grad)
+        if operator.released:
+            if ctx.spent:
+                raise RuntimeError(f"{operator.name}: backward ran before and gave its saved gradients away")
+            ctx.spent = True
         tensors = operator._contiguous(inputs, as_they_are=operator.unread)
         results = operator._differentiate(
             tensors, dict(zip(ctx.names, saved, strict=True)), grads, frozenset(sources.values()), ctx.config

@@ -8,7 +8,15 @@ from typing import Any
 from kernel_templates.novel import NOVEL, NovelSpec
 from kernel_templates.spec import OperatorSpec
 
-FAMILIES = ("norm", "gated_activation", "moe", "linear_attention", "short_convolution")
+FAMILIES = (
+    "norm",
+    "gated_activation",
+    "moe",
+    "linear_attention",
+    "short_convolution",
+    "hyper_connection",
+    "linear_cross_entropy",
+)
 
 
 def spec_class(family: str) -> type[OperatorSpec]:
