@@ -32,6 +32,7 @@ SMALL = {
     "norm": {"hidden": 40},
     "gated_activation": {"width": 24},
     "short_convolution": {"channels": 24},
+    "hyper_connection": {"hidden": 24},
     "moe": {"experts": 4, "top_k": 2, "hidden": 32, "intermediate": 16},
     "linear_attention": {"key_heads": 1, "value_heads": 2, "key_dim": 16, "value_dim": 16},
 }
@@ -132,6 +133,8 @@ def _rows():
         yield pytest.param(family, flags, marks=pytest.mark.slow if slow else ())
     for flags in CONVOLUTIONS:
         yield pytest.param("short_convolution", flags)
+    for flags in ({}, {"rounds": 0, "post_factor": 1.5}, {"rounds": 0, "post": False}):
+        yield pytest.param("hyper_connection", flags)
 
 
 @pytest.mark.parametrize(("family", "flags"), list(_rows()), ids=_id)

@@ -24,6 +24,7 @@ FAST = [
     ("gated_activation", {"width": 9216}),
     ("gated_activation", {"width": 2880, "layout": "interleaved", "limit": 7.0, "alpha": 1.702, "up_offset": 1.0}),
     ("short_convolution", {"channels": 12288}),
+    ("hyper_connection", {"hidden": 4096}),
     ("moe", {"experts": 256, "top_k": 8, "hidden": 2304, "intermediate": 1024}),
     ("linear_attention", {"key_heads": 32, "value_heads": 32, "key_dim": 128, "value_dim": 128}),
 ]
@@ -31,6 +32,7 @@ SLOW = [
     ("norm", {"hidden": 16384, "offset": True, "gate": "silu"}),
     ("gated_activation", {"width": 9216, "activation": "gelu", "layout": "concatenated"}),
     ("short_convolution", {"channels": 6144, "bias": True, "states": True}),
+    ("hyper_connection", {"hidden": 4096, "rounds": 0, "post": False}),
     ("moe", {"experts": 128, "top_k": 4, "hidden": 2880, "intermediate": 2880, "bias": True, "transposed": True,
              "gate_up_layout": "interleaved", "limit": 7.0, "alpha": 1.702, "up_offset": 1.0}),
     ("linear_attention", {"key_heads": 16, "value_heads": 32, "key_dim": 128, "value_dim": 128, "decay": "head"}),
@@ -77,7 +79,9 @@ def reports(tmp_path_factory):
 
 def test_every_family_compiles_for_hopper(reports):
     assert {(r.label.split()[0], r.phase) for r in reports if r.label != "broken"} >= {
-        (word, phase) for word in ("RMSNorm", "silu", "short", "256", "delta") for phase in ("forward", "backward")
+        (word, phase)
+        for word in ("RMSNorm", "silu", "short", "hyper-connection,", "256", "delta")
+        for phase in ("forward", "backward")
     }
     _check([r for r in reports if r.label != "broken"])
 
