@@ -41,7 +41,7 @@ WINDOW = re.compile(r"(sliding_window(_size)?|attention_chunk_size|chunk_size|in
 WIDTH = re.compile(
     r"(^|_)(hidden_size|d_model|n_embd|n_inner|d_ssm|lru_width|d_inner|intermediate|intermediate_size|ffn_dim|embed_dim"
     r"|ffn_hidden_size|hidden_dim|feedforward_dim|width|out_hidden_size|expert_size|shared_size|channels_size|hidden"
-    r"|intermediate_size_mlp|hidden_size_per_layer_input|embedding_size|expand_dim|ff_dim|mlp_dim)$"
+    r"|intermediate_size_mlp|hidden_size_per_layer_input|latent_size|latent_dim|embedding_size|expand_dim|ff_dim|mlp_dim)$"
 )
 SECTION = re.compile(r"_section$")
 PER_FREQUENCY = re.compile(r"^(short|long)_factor$")

@@ -106,9 +106,10 @@ def test_a_definition_needs_a_config() -> None:
 def test_code_is_read_never_run(tmp_path: Path) -> None:
     marker = tmp_path / "ran"
     code = f"import numpy as np, einops\nfrom .configuration_x import X\nimport os\nopen({str(marker)!r}, 'w')\n"
-    code += "os.system('x')\n"
+    code += "os.system('x')\nclass Model: pass\n"
     files = {
-        "config.json": b'{"model_type": "brand_new", "hidden_size": 64, "num_hidden_layers": 2}',
+        "config.json": b'{"model_type": "brand_new", "hidden_size": 64, "num_hidden_layers": 2, "entry_point": '
+        b'"modeling_x:Model"}',
         "modeling_x.py": code.encode(),
         "configuration_x.py": b"import transformers",
     }

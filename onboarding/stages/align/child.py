@@ -57,6 +57,8 @@ class Job(BaseModel):
     """Optimizer steps after the layer comparison; 0 for none."""
     lr: float
     bundle: str | None = None
+    code: str | None = None
+    """Folder of the definition's own code, where that serves the model."""
     runs: list[Run]
 
 
@@ -64,6 +66,10 @@ def main(arguments: list[str]) -> int:
     """Run the job file named on the command line."""
     job = Job.model_validate_json(Path(arguments[0]).read_text())
     torch.set_num_threads(1)
+    if job.code is not None:
+        from onboarding.custom_code.load import install
+
+        install(Path(job.code))
     for run in job.runs:
         execute(job, run, Path.cwd())
     return 0

@@ -12,18 +12,19 @@ import torch
 
 from onboarding.architecture import Architecture
 from onboarding.context import StageContext
+from onboarding.custom_code.definition import definition_of
 from onboarding.stages.align import bisect, curves
 from onboarding.stages.align.child import Job
 from onboarding.stages.align.result import AlignResult, Curves
 from onboarding.stages.align.trial import Bench, Candidate, Reference
 from onboarding.stages.gaps.result import GapsResult
 from onboarding.stages.generate.result import GenerateResult
-from onboarding.stages.intake.result import IntakeResult
 from onboarding.stages.judge.result import JudgeResult
 from onboarding.stages.package import bundle_files
 from onboarding.stages.package.layout import KernelEntry, write_kernels
 from onboarding.stages.parse.result import ParseResult
-from onboarding.twin import TwinPlan, derive
+from onboarding.twin.confined import derive_twin
+from onboarding.twin.plan import TwinPlan
 from runtime.data import corpus_words, standard_library_sources
 
 BATCH = 2
@@ -42,7 +43,7 @@ def run(context: StageContext) -> AlignResult:
         Problem: no twin can be derived, or the reference itself does not run.
     """
     started = time.monotonic()
-    intake = context.result("intake", IntakeResult)
+    definition = definition_of(context)
     architecture = context.result("parse", ParseResult).architecture
     dropped = [str(digest) for digest in context.input.get("dropped", [])]
     digests = [d for d in _accepted(context) if d not in dropped]
@@ -50,7 +51,13 @@ def run(context: StageContext) -> AlignResult:
     length = context.profile.sequence_length if device == "cpu" else max(context.profile.sequence_length, GPU_SEQUENCE)
 
     context.progress(0, 1, "deriving the reduced twin")
-    plan = derive(intake.config, layers_at_least=context.profile.twin_layers, sequence_length=length)
+    plan = derive_twin(
+        definition,
+        layers_at_least=context.profile.twin_layers,
+        sequence_length=length,
+        scratch=context.scratch,
+        unsafe=context.settings.unsafe_no_sandbox,
+    )
     bundle = _write_bundle(context, architecture, digests)
     bench = Bench(
         job=Job(
@@ -63,6 +70,7 @@ def run(context: StageContext) -> AlignResult:
             steps=context.profile.train_steps,
             lr=LEARNING_RATE,
             bundle=str(bundle),
+            code=str(definition.code.resolve()) if definition.code else None,
             runs=[],
         ),
         low="float32" if device == "cpu" else "bfloat16",

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from kernel_templates.tolerance import FLOORS
+from onboarding.custom_code.definition import CONFINED
 from onboarding.problem import Problem
 from onboarding.sandbox import Limits, Outcome, run_module
+from onboarding.sandbox.files import read_left_behind
 from onboarding.stages.align import compare, curves
 from onboarding.stages.align.child import Job, Run
 from onboarding.stages.align.result import LayerError
@@ -135,9 +137,9 @@ class Bench:
             "onboarding.stages.align.child",
             ["job.json"],
             scratch=folder,
-            read_only=[Path(job.bundle)] if job.bundle else [],
+            read_only=[Path(path) for path in (job.bundle, job.code) if path],
             limits=LIMITS,
-            env={"OMP_NUM_THREADS": "1"},
+            env={"OMP_NUM_THREADS": "1", **(CONFINED if job.code else {})},
             on_line=lambda line: _pass_on(line, report),
             gpu=job.device == "cuda",
             unsafe=self.unsafe,
@@ -157,17 +159,17 @@ def _pass_on(line: str, report: Report) -> None:
 
 def _tensors(path: Path) -> dict[str, Tensor]:
     from safetensors import SafetensorError
-    from safetensors.torch import load_file
+    from safetensors.torch import load
 
     try:
-        return load_file(path)
+        return load(read_left_behind(path, LIMITS.scratch_bytes))
     except SafetensorError as error:
         raise ValueError(str(error)) from error
 
 
 def _report(path: Path, steps: int) -> dict[str, Any]:
     """A run's report, checked: it was written by code that is not trusted."""
-    data = json.loads(path.read_text())
+    data = json.loads(read_left_behind(path, LIMITS.output_bytes))
     losses = [float(value) for value in data["losses"]]
     if len(losses) != steps:
         raise ValueError(f"{len(losses)} losses for {steps} steps")

@@ -14,8 +14,9 @@ from typing import Any, Literal
 from onboarding.examples import example_config, example_files, example_names
 from onboarding.problem import Problem
 from onboarding.stages.intake.archive import CAPS, Collector, is_archive, normalised_tar, read_folder, too_large, unpack
-from onboarding.stages.intake.code import read_code
+from onboarding.stages.intake.code import defined_classes, find_classes, read_code
 from onboarding.stages.intake.config import check_fields, check_model_type, read_config
+from onboarding.stages.intake.model_types import known_classes, known_model_types
 
 Source = Literal["config", "folder", "archive", "example"]
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib", ".npy", ".npz", ".msgpack", ".h5")
@@ -35,8 +36,11 @@ class CheckedDefinition:
     config: dict[str, Any]
     files: dict[str, bytes]
     has_code: bool
+    runs_code: bool
+    """Its own code serves it; else transformers' class of its model type does."""
     has_tokenizer: bool
     imports: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
     suspicious: tuple[str, ...] = ()
 
     def stored(self) -> tuple[str, str, bytes]:
@@ -113,9 +117,14 @@ def check_definition(source: dict[str, bytes] | Path | bytes) -> CheckedDefiniti
         raise Problem("no-config", "the definition has no config.json", f"it holds {there}", field="config.json")
     config = read_config(files["config.json"])
     has_code = any(name.endswith(".py") for name in files)
-    model_type = check_model_type(config, has_code)
     code = read_code(files)
-    check_fields(config, model_type)
+    if has_code and "model_type" not in config and "entry_point" in config:
+        config["model_type"] = str(config["entry_point"]).rpartition(":")[2].lower()
+    model_type = check_model_type(config, has_code)
+    runs_code = has_code and needs_its_code(config, files)
+    if runs_code:
+        find_classes(config, files)
+    check_fields(config, model_type, own_class=runs_code)
     example = _example_of(config) if len(files) == 1 else None
     named = config.get("_name_or_path")
     name = (
@@ -131,10 +140,28 @@ def check_definition(source: dict[str, bytes] | Path | bytes) -> CheckedDefiniti
         config=config,
         files=files,
         has_code=has_code,
+        runs_code=runs_code,
         has_tokenizer=any(name.rsplit("/", 1)[-1] in TOKENIZERS for name in files),
         imports=code.imports,
+        optional=code.optional,
         suspicious=code.suspicious,
     )
+
+
+def needs_its_code(config: dict[str, Any], files: dict[str, bytes]) -> bool:
+    """Whether a definition with code is served by it.
+
+    It is when it says so (``entry_point``), when transformers does not know its model type, and when it defines the
+    class that it names and transformers has none of that name. Published repositories often carry code for models
+    that transformers has since taken in, or for a tokenizer alone: transformers' own class serves those.
+    """
+    if "entry_point" in config or config.get("model_type") not in known_model_types():
+        return True
+    named = config.get("architectures")
+    name = named[0] if isinstance(named, list) and named else None
+    if not isinstance(name, str) or name in known_classes():
+        return False
+    return any(place.endswith(f":{name}") for place in defined_classes(files))
 
 
 @cache

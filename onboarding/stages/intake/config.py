@@ -144,13 +144,18 @@ def check_model_type(config: dict[str, Any], has_code: bool) -> str:
     return model_type
 
 
-def check_fields(config: dict[str, Any], model_type: str) -> None:
+def check_fields(config: dict[str, Any], model_type: str, *, own_class: bool = False) -> None:
     """Check the presence and the types of the fields that size the model, nested configurations included.
+
+    Args:
+        config: the content of ``config.json``.
+        model_type: its checked model type.
+        own_class: the definition's own code declares the fields; transformers' class of this type does not count.
 
     Raises:
         Problem: ``config-field-missing``, ``config-wrong-type`` or ``config-out-of-range``, with the field.
     """
-    declared = config_class(model_type)
+    declared = None if own_class else config_class(model_type)
     nested = {
         key: value
         for key, value in config.items()

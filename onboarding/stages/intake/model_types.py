@@ -79,6 +79,20 @@ def known_model_types() -> dict[str, str]:
 
 
 @cache
+def known_classes() -> frozenset[str]:
+    """Names of all model classes in transformers' tables, whatever their task."""
+    path = (_package() or Path()) / "models" / "auto" / "modeling_auto.py"
+    if not path.is_file():
+        return frozenset()
+    names: set[str] = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]).endswith("_MAPPING_NAMES"):
+            found = (leaf.value for leaf in ast.walk(node.value) if isinstance(leaf, ast.Constant))
+            names.update(value for value in found if isinstance(value, str) and value[:1].isupper())
+    return frozenset(names)
+
+
+@cache
 def known_activations() -> frozenset[str]:
     """Names that a configuration may give as its activation function."""
     path = (_package() or Path()) / "activations.py"

@@ -23,8 +23,12 @@ class IntakeResult(StageResult):
     config: dict[str, Any]
     files: list[str]
     has_code: bool
+    runs_code: bool = False
+    """The definition's own code serves it (in the sandbox only); else transformers' class of its model type."""
     has_tokenizer: bool
     imports: list[str] = Field(default_factory=list)
     """Top-level packages that the definition's own code imports, read with ``ast``."""
+    optional: list[str] = Field(default_factory=list)
+    """Those of the imports that the code guards: it can do without."""
     suspicious: list[str] = Field(default_factory=list)
     """Calls in that code that a reviewer should see (``file:line call``); it runs only in the sandbox."""

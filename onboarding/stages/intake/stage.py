@@ -20,7 +20,7 @@ def run(context: StageContext) -> IntakeResult:
     definition = context.save("definition.tar", normalised_tar(checked.files), "application/x-tar")
     context.progress(2, 2)
     what = "config only" if set(checked.files) == {"config.json"} else f"{len(checked.files)} files"
-    code = ", with code" if checked.has_code else ""
+    code = ", with code of its own" if checked.runs_code else ", its code not needed" if checked.has_code else ""
     return IntakeResult(
         summary=f"{what}{code}, digest {checked.digest[:8]}",
         name=context.job_name,
@@ -31,7 +31,9 @@ def run(context: StageContext) -> IntakeResult:
         config=checked.config,
         files=sorted(checked.files),
         has_code=checked.has_code,
+        runs_code=checked.runs_code,
         has_tokenizer=checked.has_tokenizer,
         imports=list(checked.imports),
+        optional=list(checked.optional),
         suspicious=list(checked.suspicious),
     )

@@ -9,8 +9,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import tempfile
 import time
+from pathlib import Path
 
+from onboarding.custom_code.definition import Definition, write_code
 from onboarding.problem import Problem
 from onboarding.stages.intake.check import find_definition
 from onboarding.stages.parse.result import ParseResult
@@ -27,21 +30,28 @@ def main() -> int:
     started = time.monotonic()
     try:
         checked = find_definition(options.path)
-        from onboarding.stages.parse.analyse import analyse
+        from onboarding.stages.parse.plain import parse_definition
 
-        parsed = analyse(checked.config, tokens=options.tokens, name=checked.name or checked.model_type)
+        with tempfile.TemporaryDirectory(prefix="onboard-parse-") as scratch:
+            folder = Path(scratch)
+            code = write_code(checked.config, checked.files, folder / "definition") if checked.runs_code else None
+            architecture, complete = parse_definition(
+                Definition(config=checked.config, code=code),
+                tokens=options.tokens,
+                name=checked.name or checked.model_type,
+                scratch=folder,
+            )
     except Problem as problem:
         if options.json:
             print(json.dumps(problem.to_dict()))
         else:
             print(f"{problem.title}\n{problem.detail}", file=sys.stderr)
         return 1
-    architecture = parsed.architecture
     result = ParseResult(
         summary=summary(architecture), architecture=architecture, seconds=round(time.monotonic() - started, 2)
     )
     print(result.model_dump_json() if options.json else f"{architecture.strip}\n{result.summary}")
-    return 0 if parsed.trace.backward else 3
+    return 0 if complete else 3
 
 
 if __name__ == "__main__":

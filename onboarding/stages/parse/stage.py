@@ -6,6 +6,7 @@ import time
 
 from onboarding.architecture import Architecture
 from onboarding.context import StageContext
+from onboarding.custom_code.definition import definition_of
 from onboarding.stages.intake.result import IntakeResult
 from onboarding.stages.parse.result import ParseResult
 
@@ -14,20 +15,40 @@ def run(context: StageContext) -> ParseResult:
     """Parse the definition that intake checked.
 
     Raises:
-        Problem: it cannot be built or traced; see :func:`onboarding.stages.parse.analyse.analyse`.
+        Problem: it cannot be built or traced, see :func:`onboarding.stages.parse.analyse.analyse`; or its own code
+            raised, was stopped, or needs a package, see :func:`onboarding.custom_code.confined.call`.
     """
     intake = context.result("intake", IntakeResult)
     context.progress(0, 2, "import transformers")
-    from onboarding.stages.parse.analyse import analyse
+    from onboarding.stages.parse.plain import parse_definition
 
     started = time.monotonic()
-    context.progress(1, 2, "trace at the published size")
-    parsed = analyse(intake.config, tokens=context.options.sequence_length, name=intake.name)
+    definition = definition_of(context)
+    where = " in the sandbox" if definition.code else ""
+    context.progress(1, 2, f"trace at the published size{where}")
+    architecture, _ = parse_definition(
+        definition,
+        tokens=context.options.sequence_length,
+        name=intake.name,
+        scratch=context.scratch,
+        unsafe=context.settings.unsafe_no_sandbox,
+    )
+    architecture.warnings += _code_notes(intake)
     context.progress(2, 2)
-    architecture = parsed.architecture
     return ParseResult(
         summary=summary(architecture), architecture=architecture, seconds=round(time.monotonic() - started, 2)
     )
+
+
+def _code_notes(intake: IntakeResult) -> list[str]:
+    """What a reader should know of the definition's own code."""
+    if not intake.runs_code:
+        return []
+    notes = ["the definition's own code was run, in the sandbox only"]
+    if intake.suspicious:
+        shown = "; ".join(intake.suspicious[:5])
+        notes.append(f"its code does what models rarely do, without effect outside the sandbox: {shown}")
+    return notes
 
 
 def summary(architecture: Architecture) -> str:

@@ -171,9 +171,20 @@ def _swap(
     applied.skipped[name] = "; ".join([*filter(None, [applied.skipped.get(name)]), *reasons])
 
 
+OWN_CODE = "onboard_definition."
+"""Before the modules of a model's own code, which everyone imports under another package."""
+
+
 def _is(module: nn.Module, binding: dict[str, Any]) -> bool:
     """Whether the module is of the binding's class; wrappers that subclass it on the fly count."""
-    return any(f"{cls.__module__}:{cls.__qualname__}" == binding["target"] for cls in type(module).__mro__)
+    place, _, name = binding["target"].partition(":")
+    own = place.removeprefix(OWN_CODE) if place.startswith(OWN_CODE) else ""
+    for cls in type(module).__mro__:
+        if cls.__qualname__ == name:
+            same = cls.__module__ == place
+            if same or (own and f".{cls.__module__}".endswith(f".{own}")):
+                return True
+    return False
 
 
 def _distance(

@@ -52,7 +52,12 @@ def install(
         return _install_experts(module, swap)
     if hook in CALLS:
         return _install_function(module, swap)
-    forward = {"norm": _norm, "gated_norm": _gated_norm, "gated_mlp": _gated_mlp}[hook]
+    forward = {
+        "norm": _norm,
+        "gated_norm": _gated_norm,
+        "gated_mlp": _gated_mlp,
+        "hyper_connection": _hyper_connection,
+    }[hook]
     return _replace_forward(module, functools.partial(_run, forward, swap))
 
 
@@ -166,6 +171,19 @@ def _gated_mlp(swap: Swap, module: nn.Module, *args: Any, **kwargs: Any) -> Tens
     up = getattr(module, swap.attributes["up"])(x)
     _covered(gate, up)
     return down(swap.call(gate=gate, up=up)[0])  # type: ignore[no-any-return]
+
+
+def _hyper_connection(swap: Swap, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    x = _only(args, kwargs, 1)[0]
+    parameters = {name: getattr(module, swap.attributes[name]) for name in ("fn", "base", "scale")}
+    for t in (x, *parameters.values()):
+        _covered(t)  # each may have its own dtype: the model, too, computes in fp32
+    if x.shape[-2] != swap.spec["streams"]:
+        raise Uncovered(f"{x.shape[-2]} streams where the kernel has {swap.spec['streams']}")
+    names = ["h", *(["post"] if swap.spec["post"] else []), *(["comb"] if swap.spec["rounds"] else [])]
+    found = dict(zip(names, swap.call(x=x, **parameters), strict=True))
+    order = swap.attributes["returns"].split()
+    return found[order[0]] if len(order) == 1 else tuple(found[name] for name in order)
 
 
 def _only(args: tuple[Any, ...], kwargs: dict[str, Any], expected: int) -> list[Any]:
@@ -291,8 +309,10 @@ def _given(
     return given, given.pop(gathered, {})
 
 
-TENSORS = {"query": "q", "key": "k", "value": "v", "g": "g", "beta": "beta"}
-UNDERSTOOD = {*TENSORS, "initial_state", "output_final_state", "use_qk_l2norm_in_kernel", "cu_seqlens", "chunk_size"}
+TENSORS = {"query": "q", "key": "k", "value": "v", "q": "q", "k": "k", "v": "v", "g": "g", "beta": "beta"}
+"""Argument of the function -> tensor of the spec: transformers spells the first three out, fla does not."""
+UNDERSTOOD = {*TENSORS, "scale", "initial_state", "output_final_state", "use_qk_l2norm_in_kernel", "cu_seqlens"}
+UNDERSTOOD |= {"chunk_size"}
 REFUSED_EXTRAS = ("seq_idx", "scale", "safe_gate", "lower_bound", "head_first", "use_gate_in_kernel")
 
 
@@ -310,11 +330,18 @@ def _linear_attention(
             raise Uncovered(f"argument {name}")
     if bool(given.get("use_qk_l2norm_in_kernel", False)) != swap.spec["qk_l2norm"]:
         raise Uncovered("the call's q and k normalisation differs")
-    tensors: dict[str, Tensor | None] = {short: given.get(long) for long, short in TENSORS.items()}
+    tensors: dict[str, Tensor | None] = {
+        short: next((given[n] for n, s in TENSORS.items() if s == short and n in given), None)
+        for short in TENSORS.values()
+    }
     q, v, g = tensors["q"], tensors["v"], tensors["g"]
     assert q is not None
     assert v is not None
     _covered(q, v)
+    default = q.shape[-1] ** -0.5
+    asked, ours = (default if x is None else x for x in (given.get("scale"), swap.spec.get("scale")))
+    if abs(asked / ours - 1) > 1e-6:
+        raise Uncovered(f"scale {asked} where the kernel has {ours}")
     decay = "none" if g is None else ("channel" if g.ndim == q.ndim else "head")
     if decay != swap.spec["decay"] or (tensors["beta"] is not None) != swap.spec["delta"]:
         raise Uncovered(f"decay {decay} where the kernel has {swap.spec['decay']}")

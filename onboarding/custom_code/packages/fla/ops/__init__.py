@@ -1,0 +1,20 @@
+"""Operators of fla: each is a recurrence with a matrix state."""
+
+from fla.ops.delta_rule import chunk_delta_rule, fused_recurrent_delta_rule
+from fla.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+from fla.ops.gla import chunk_gla, fused_recurrent_gla
+from fla.ops.kda import chunk_kda, fused_recurrent_kda
+from fla.ops.simple_gla import chunk_simple_gla, fused_recurrent_simple_gla
+
+__all__ = [
+    "chunk_delta_rule",
+    "chunk_gated_delta_rule",
+    "chunk_gla",
+    "chunk_kda",
+    "chunk_simple_gla",
+    "fused_recurrent_delta_rule",
+    "fused_recurrent_gated_delta_rule",
+    "fused_recurrent_gla",
+    "fused_recurrent_kda",
+    "fused_recurrent_simple_gla",
+]

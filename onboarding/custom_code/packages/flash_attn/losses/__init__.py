@@ -1,0 +1,1 @@
+"""Losses of flash-attn that modeling code imports."""

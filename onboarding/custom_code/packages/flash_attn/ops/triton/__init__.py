@@ -1,0 +1,1 @@
+"""Triton operators of flash-attn that modeling code imports."""

@@ -1,0 +1,1 @@
+"""Triton operators of mamba-ssm."""

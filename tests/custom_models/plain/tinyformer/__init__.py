@@ -1,0 +1,1 @@
+"""A decoder as a plain torch module."""
