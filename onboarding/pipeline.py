@@ -151,6 +151,16 @@ class JobOptions(Record):
     sequence_length: int = Field(default=8192, ge=1, le=2**21)
     """Tokens at which FLOPs, bytes and shares are counted."""
     seed: int = Field(default=0, ge=0, lt=2**63)
+    policy: Literal["auto", "rules", "llm"] = "auto"
+    """Who chooses and writes candidates: ``auto`` asks the language model where one is configured."""
+    project: str = Field(default="default", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
+    """Whose budget the language model's calls are charged to, and whose lessons are used."""
+    max_tokens: int | None = Field(default=None, ge=0)
+    """Tokens that the job's agents may spend; the service's own limit holds besides."""
+    max_money: float | None = Field(default=None, ge=0)
+    """USD, in the same way."""
+    approve: list[Literal["generate", "package"]] = Field(default_factory=list)
+    """Stages that wait for a person's approval before they start."""
 
     @field_validator("target")
     @classmethod

@@ -2,50 +2,161 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-Action = Literal["propose", "repair", "give_up"]
+from pydantic import Field
+
+from onboarding.architecture import Record
+
+Action = Literal["specialise", "write", "repair", "submit", "give_up"]
+"""``specialise`` a template, ``write`` a candidate from scratch, ``repair`` one, ``submit`` one to the judge."""
+Origin = Literal["template", "author", "repairer", "analyst", "hand"]
+
+RUNGS = ("nothing", "composes", "clean", "decomposed", "compiles", "one shape")
+"""The ladder of checks before the judge, cheap to dear; a try stands on the last that it passed."""
+TOP = len(RUNGS) - 1
 
 
-@dataclass(frozen=True, kw_only=True)
-class SearchState:
-    """What a policy may know of one operator's kernel search."""
+class Try(Record):
+    """One candidate of a search, and how far it came."""
 
-    spec: dict[str, Any]
-    attempt: int
-    verdicts: tuple[dict[str, Any], ...] = ()
-    """Earlier verdicts of this operator, oldest first: outcome, reasons."""
+    number: int
+    parent: int | None
+    """The try that it was made from."""
+    origin: Origin
+    candidate: str = ""
+    """Digest of its source; empty where no source came of it."""
+    words: str = ""
+    """What its author says of it; outside text."""
+    rung: int = 0
+    passed: float = 0.0
+    """Share of cases passed, at the one-shape check or by the judge."""
+    share: float = 1e300
+    """Worst error as a share of its tolerance."""
+    reasons: list[str] = Field(default_factory=list)
+    """Why it stands no higher; the judge's, once it was refused."""
+    entry: int = 0
+    """Ledger entry of the call that wrote it."""
+    refused: bool = False
+    """By the judge."""
+
+    @property
+    def score(self) -> tuple[int, float, float]:
+        """What a better try has more of."""
+        return self.rung, self.passed, -self.share
 
 
-@dataclass(frozen=True, kw_only=True)
-class Move:
+class Move(Record):
     """A policy's decision."""
 
     action: Action
     reason: str
-    template_options: dict[str, Any] = field(default_factory=dict)
+    target: int | None = None
+    """Number of the try to repair or submit."""
+
+
+class Draft(Record):
+    """A written candidate, before any check."""
+
+    source: str
+    """Empty where none came: ``words`` says why."""
+    decomposition: str = ""
+    """The kernel's algorithm as a reference in plain torch."""
+    words: str = ""
+    entry: int = 0
+
+
+class SearchState(Record):
+    """What a policy may know of one operator's kernel search."""
+
+    spec: dict[str, Any]
+    attempt: int
+    verdicts: list[dict[str, Any]] = Field(default_factory=list)
+    """Earlier verdicts of this operator, oldest first: attempt, outcome, reasons."""
+    tries: list[Try] = Field(default_factory=list)
+    lessons: list[str] = Field(default_factory=list)
+    """What earlier searches in this family learnt; outside text."""
+    stopped: str = ""
+    """Why nothing more may be spent; empty while something may."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spending:
+    """What a check or a stage took, for the ledger."""
+
+    role: str
+    call: str
+    gpu_s: float
+    wall_s: float
+    facts: dict[str, Any]
 
 
 class Policy(Protocol):
-    """Chooses the next move of a kernel search."""
+    """Chooses the next move of a kernel search, and writes what the move asks for."""
 
     name: str
+    writes: bool
+    """Whether it can write and repair candidates."""
 
     def next_move(self, state: SearchState) -> Move: ...
+
+    def lessons(self, family: str) -> list[str]: ...
+
+    def write(self, move: Move, state: SearchState, sources: dict[str, str]) -> Draft:
+        """A candidate for ``move``; ``sources`` holds those of earlier tries by digest.
+
+        Raises:
+            Problem: nothing more may be spent, the job was cancelled, or nobody answers.
+        """
+        ...
+
+    def learn(self, family: str, lesson: str) -> None: ...
+
+    def charge(self, spending: Spending) -> None: ...
+
+    def narrate(self, facts: dict[str, Any]) -> str:
+        """A summary of a job in words, every number of which stands in ``facts``; empty for none."""
+        ...
 
 
 class RulePolicy:
     """The deterministic policy: specialise the family's template; a refused template candidate is not retried.
 
     The template is deterministic, so a second candidate would be byte for byte the first: after a refusal the
-    operator stays with its torch provider and the report says so.
+    operator stays with its torch provider and the report says so. The same for an operator that no family covers.
     """
 
     name = "rules"
+    writes = False
 
     def next_move(self, state: SearchState) -> Move:
         """Propose once, then give up."""
-        if not state.verdicts:
-            return Move(action="propose", reason=f"specialise the {state.spec['family']} template")
+        ready = [t for t in state.tries if t.rung == TOP and not t.refused]
+        if ready:
+            return Move(action="submit", reason="the checks before the judge are passed", target=ready[-1].number)
+        if state.tries and state.tries[-1].origin == "hand":
+            return Move(action="give_up", reason=f"the edited candidate is no good: {'; '.join(state.tries[-1].reasons)}")
+        if state.spec["family"] == "novel":
+            return Move(action="give_up", reason="novel, served by its own torch code: no language model is configured")
+        if not state.verdicts and not state.tries:
+            return Move(action="specialise", reason=f"specialise the {state.spec['family']} template")
         return Move(action="give_up", reason="the template's candidate was refused; torch keeps serving the operator")
+
+    def lessons(self, family: str) -> list[str]:
+        """None are kept."""
+        return []
+
+    def write(self, move: Move, state: SearchState, sources: dict[str, str]) -> Draft:
+        """Rules write nothing."""
+        raise NotImplementedError("the rule policy never asks for a written candidate")
+
+    def learn(self, family: str, lesson: str) -> None:
+        """Nothing is kept."""
+
+    def charge(self, spending: Spending) -> None:
+        """Nothing is limited."""
+
+    def narrate(self, facts: dict[str, Any]) -> str:
+        """The report has its own fixed words."""
+        return ""

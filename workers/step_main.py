@@ -19,7 +19,7 @@ from typing import Any
 from onboarding.artifacts import ArtifactStore
 from onboarding.context import StageContext, StageResult
 from onboarding.pipeline import PROFILES, STAGE_BY_NAME, JobOptions
-from onboarding.policy import RulePolicy
+from onboarding.policy import Policy, RulePolicy
 from onboarding.problem import Problem, StageSkipped
 from onboarding.records import Job, Step
 from onboarding.settings import Settings
@@ -85,7 +85,7 @@ def _attempt(
         settings=settings,
         scratch=scratch,
         artifacts=ArtifactStore(settings.resolved_artifacts_url()),
-        policy=RulePolicy(),
+        policy=policy_of(settings, store, job, step, options),
         emit=Narrator(events.emit),
         load_result=partial(store.load_result, job.id),
         definition=job.definition,
@@ -99,6 +99,18 @@ def _attempt(
         return {"state": "skipped", "result": {"outcome": "skipped", "summary": str(skipped)}}
     say(result.summary or result.outcome)
     return {"state": "succeeded", "result": json_safe(result.model_dump(mode="json"))}
+
+
+def policy_of(settings: Settings, store: Store, job: Job, step: Step, options: JobOptions) -> Policy:
+    """Rules, or the language model that is configured and wanted. Only steps that may ask it load the client."""
+    if options.policy == "rules" or (options.policy == "auto" and not settings.llm.configured):
+        return RulePolicy()
+    check_packages()
+    from agents.choose import policy_for
+    from agents.llm.caller import Who
+
+    who = Who(job_id=job.id, project=options.project, stage=step.stage, key=step.key, attempt=step.attempt)
+    return policy_for(settings, store, who, options, store.load_result(job.id, "gaps"))
 
 
 def stage_function(package: str, stage: str) -> Callable[[StageContext], StageResult]:

@@ -152,7 +152,7 @@ class LedgerStore(Database):
         free = {} if paid else {"tokens_in": 0, "money": 0.0}
         self._end(entry_id, state="lost" if paid else "failed", note=note[:2000], wall_s=wall_s, **free)
 
-    def charge(self, call: Call, *, gpu_s: float, wall_s: float, note: str = "") -> None:
+    def charge(self, call: Call, *, gpu_s: float, wall_s: float, facts: dict[str, Any] | None = None) -> None:
         """Charge what a stage took; the same call is charged once however often it is told."""
         try:
             with self.writing() as session:
@@ -160,7 +160,7 @@ class LedgerStore(Database):
                 session.execute(
                     insert(LEDGER).values(
                         **_identity(call)
-                        | {"state": "answered", "gpu_s": gpu_s, "wall_s": wall_s, "note": note[:2000]}
+                        | {"state": "answered", "gpu_s": gpu_s, "wall_s": wall_s, "answer": facts}
                         | {"created_at": now, "finished_at": now}
                     )
                 )

@@ -108,7 +108,7 @@ def test_a_refusal_ends_with_the_policys_move(monkeypatch: pytest.MonkeyPatch, t
     assert (result.outcome, result.next_move) == ("refused", "give_up")
     # The thread remembers the verdict: a second proposal would be byte for byte the first, so the rules give up.
     fake_stage(monkeypatch, "generate", candidate)
-    with pytest.raises(Problem, match="gave up"):
+    with pytest.raises(StageSkipped, match="torch keeps serving"):
         kernel_search.run_step(context(tmp_path, "generate", attempt=2))
 
 
@@ -140,7 +140,7 @@ def test_unknown_operator_is_refused(tmp_path: Path) -> None:
 
 def _killed_in_check(home: Path) -> None:
     sys.modules["onboarding.stages.generate.stage"] = SimpleNamespace(run=_count_and_generate)  # type: ignore[assignment]
-    kernel_search.check_candidate = lambda source: os.kill(os.getpid(), signal.SIGKILL)
+    kernel_search.template_findings = lambda source: os.kill(os.getpid(), signal.SIGKILL)
     kernel_search.run_step(context(home, "generate"))
 
 

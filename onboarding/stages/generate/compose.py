@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ast
-import json
 
+from kernel_templates.novel import NovelSpec
 from kernel_templates.spec import OperatorSpec
 
-OURS = ("FAMILY", "SPEC_DIGEST", "SPEC", "INPUTS", "OUTPUTS", "TRAITS", "bucket")
+CONTRACT = frozenset({"FAMILY", "SPEC_DIGEST", "SPEC", "INPUTS", "OUTPUTS"})
 """Names of a candidate that state its contract: an author's own are dropped."""
+NOVEL_CONTRACT = CONTRACT | {"TRAITS", "bucket"}
 HOSTS = ("outputs_like", "forward", "backward")
 
 
@@ -26,9 +27,10 @@ def compose(body: str, spec: OperatorSpec) -> str:
         tree = ast.parse(body)
     except (SyntaxError, ValueError) as error:
         raise ComposeError(f"not valid Python: {error}") from error
+    ours = NOVEL_CONTRACT if isinstance(spec, NovelSpec) else CONTRACT
     lines = body.splitlines()
     for node in reversed(tree.body):
-        if _names(node) & set(OURS):
+        if _names(node) & ours:
             first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))])
             del lines[first - 1 : node.end_lineno]
     defined = {name for node in tree.body for name in _names(node)}
@@ -44,17 +46,17 @@ def _contract(spec: OperatorSpec) -> list[str]:
 
     inputs = {r.name: role(r.differentiable, r.optional) for r in spec.inputs()}
     outputs = {r.name: role(r.differentiable, r.optional) for r in spec.outputs()}
-    return [
-        f"FAMILY = {json.dumps(spec.family)}",
-        f"SPEC_DIGEST = {json.dumps(spec.digest())}",
-        f"INPUTS = {json.dumps(inputs)}",
-        f"OUTPUTS = {json.dumps(outputs)}",
-        "",
-        "",
-        "def bucket(tensors):",
-        '    """One configuration serves all sizes."""',
-        "    return {}",
-    ]
+    stated = [f"FAMILY = {spec.family!r}", f"INPUTS = {inputs!r}", f"OUTPUTS = {outputs!r}"]
+    if not isinstance(spec, NovelSpec):
+        return [*stated, f"SPEC = {spec.to_dict()!r}"]
+    digest = f"SPEC_DIGEST = {spec.digest()!r}"
+    return [*stated, digest, "", "", "def bucket(tensors):", "    return {}"]
+
+
+def kernels_in(source: str) -> list[str]:
+    """Names of the functions under ``triton.jit``."""
+    tree = ast.parse(source)
+    return [n.name for n in tree.body if isinstance(n, ast.FunctionDef) and n.decorator_list]
 
 
 def _names(node: ast.stmt) -> set[str]:

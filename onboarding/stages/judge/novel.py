@@ -230,6 +230,12 @@ class NovelFamily:
             )
         return found
 
+    def typical(self, spec: NovelSpec) -> Case:
+        """One small case with odd sizes, always the same."""
+        sizes = self._sizes(spec, random.Random(7), ELEMENTS["interpreted"] // 4)
+        words = ", ".join(f"{name} {size}" for name, size in sizes.items())
+        return Case(name=words, dims=sizes, dtype=spec.dtype)
+
     def _sizes(self, spec: NovelSpec, rng: random.Random, most: int) -> dict[str, int]:
         signature = spec.call
         sizes = {}
