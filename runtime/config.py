@@ -297,7 +297,7 @@ class RunConfig:
         if self.step.batch % share:
             raise Refused(
                 "batch-not-divisible",
-                f"step.batch {self.step.batch} is no multiple of {world_size} ranks x microbatch {self.step.microbatch}",
+                f"batch {self.step.batch} is no multiple of {world_size} ranks x microbatch {self.step.microbatch}",
                 f"set step.batch to {-(-self.step.batch // share) * share}, or change step.microbatch",
             )
         return self.step.batch // share

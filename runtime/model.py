@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +71,9 @@ def build(config: Any, choice: ModelConfig, device: str, *, storage: torch.dtype
     """
     from transformers.initialization import no_init_weights
 
-    with _parameters_on_meta(), no_init_weights():
+    with torch.device("meta"), no_init_weights():
         model = _construct(config, choice, device)
+    _fill_buffers(model)
     model.tie_weights()  # type: ignore[operator]  # a construction without values leaves it out
     set_storage(model, storage)
     return model.train()
@@ -173,19 +172,10 @@ def _construct(config: Any, choice: ModelConfig, device: str) -> nn.Module:
     return model
 
 
-@contextmanager
-def _parameters_on_meta() -> Iterator[None]:
-    """Modules made inside have parameters without memory; their buffers (rotary frequencies) hold their values."""
-    register = nn.Module.register_parameter
-
-    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        register(module, name, parameter)
-        if parameter is not None and not parameter.is_meta:
-            kept = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
-            module._parameters[name] = kept
-
-    nn.Module.register_parameter = on_meta  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
+def _fill_buffers(model: nn.Module) -> None:
+    """Buffers come from construction (rotary frequencies), so they are made again on the CPU by the class itself."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[name] = torch.zeros_like(buffer, device="cpu")
+    model.initialize_weights()  # type: ignore[operator]  # costs nothing on parameters without memory

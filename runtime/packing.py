@@ -114,7 +114,7 @@ def prove_isolation(model: nn.Module, boundaries: Boundaries, forward: Callable[
 
 
 def _leaking_class(model: nn.Module, forward: Callable[[Tensor, Tensor], Any], device: torch.device) -> str | None:
-    """Class of the first mixer that mixes documents; "" where something leaks outside mixers, None where nothing does."""
+    """Class of the first mixer that mixes documents; "" where something else does, None where nothing does."""
     before, length = PROBE
     first = torch.arange(before) % 7
     second = 3 + torch.arange(length) % 5
@@ -128,7 +128,7 @@ def _leaking_class(model: nn.Module, forward: Callable[[Tensor, Tensor], Any], d
     for (name, into, out), (_, other_into, other_out) in zip(*seen, strict=True):
         if _differ(out, other_out):
             if into is not None and other_into is not None and not _differ(into, other_into) and name:
-                return name
+                return str(name)
             leaks = True
     return "" if leaks else None
 
@@ -185,4 +185,4 @@ def _join(results: list[Any], inverse: Tensor, rows: int, length: int) -> Any:
     if not isinstance(results[0], Tensor) or results[0].ndim < 3:
         return results[0]
     flat = torch.cat([r.flatten(0, 1) for r in results])
-    return flat[inverse].unflatten(0, (rows, length))
+    return flat[inverse].reshape(rows, length, *flat.shape[1:])

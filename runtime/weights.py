@@ -221,7 +221,7 @@ def materialize(model: nn.Module, device: torch.device) -> None:
             return tensor.to(device)
         return made.setdefault(id(tensor), torch.empty_like(tensor, device=device))
 
-    model._apply(fresh)
+    model._apply(fresh)  # type: ignore[no-untyped-call]
     for places in ties.values():
         first = getattr(*places[0])
         for module, name in places[1:]:
@@ -253,7 +253,7 @@ class _Reader:
 def _rules(model: nn.Module) -> list[Any]:
     from transformers.conversion_mapping import get_model_conversion_mapping
 
-    rules: list[Any] = get_model_conversion_mapping(model)  # type: ignore[arg-type]
+    rules: list[Any] = get_model_conversion_mapping(model)
     return rules
 
 

@@ -7,6 +7,7 @@ and indexed once, when the run starts; nothing is held but the index and a few b
 from __future__ import annotations
 
 import bisect
+import itertools
 import json
 from array import array
 from collections import OrderedDict
@@ -87,7 +88,7 @@ class TextFile(LineFile):
         super().__init__(fs, path)
         lines = self.offsets
         starts = [0] if len(lines) > 1 else []
-        for line, after in zip(lines[:-1], lines[1:], strict=True):
+        for line, after in itertools.pairwise(lines):
             if starts and after - starts[-1] > TEXT_DOCUMENT and line > starts[-1]:
                 starts.append(int(line))
         self.offsets = np.array([*starts, int(lines[-1])], dtype=np.int64)

@@ -12,7 +12,7 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -40,6 +40,8 @@ class Rows:
     """int64 [rows, length]; the *next* token, or -100 where it is not counted."""
     positions: Tensor
     """int64 [rows, length]; from 0 in every document: where it restarts, attention and linear states restart too."""
+    mask: Tensor
+    """bool [rows, length]; false in padding."""
     lengths: tuple[tuple[int, ...], ...]
     """Tokens of each document of each row; they sum to the row's length, padding is a document of its own."""
 
@@ -56,8 +58,18 @@ class Rows:
 
     def to(self, device: torch.device) -> Rows:
         """On the device, without waiting for the copy."""
-        tensors = {k: getattr(self, k).to(device, non_blocking=True) for k in ("ids", "labels", "positions")}
+        tensors = {k: getattr(self, k).to(device, non_blocking=True) for k in ("ids", "labels", "positions", "mask")}
         return Rows(**tensors, lengths=self.lengths)
+
+
+class Row(NamedTuple):
+    """One row as plain lists."""
+
+    ids: list[int]
+    labels: list[int]
+    positions: list[int]
+    lengths: list[int]
+    padding: int
 
 
 class Lane:
@@ -74,8 +86,8 @@ class Lane:
         """Where the next row begins."""
         return self.document, self.offset
 
-    def row(self, length: int, packing: str) -> tuple[list[int], list[int], list[int], list[int]]:
-        """Ids, labels, positions and document lengths of the next row."""
+    def row(self, length: int, packing: str) -> Row:
+        """The next row."""
         ids: list[int] = []
         labels: list[int] = []
         positions: list[int] = []
@@ -102,12 +114,13 @@ class Lane:
             self.offset = end
             if end >= len(document):
                 self._next()
-        if padding := length - len(ids):
+        padding = length - len(ids)
+        if padding:
             ids += [0] * padding
             labels += [IGNORED] * padding
             positions += range(padding)
             lengths.append(padding)
-        return ids, labels, positions, lengths
+        return Row(ids, labels, positions, lengths, padding)
 
     def _current(self) -> Document:
         if self._held is None or self._held[0] != self.document:
@@ -211,11 +224,13 @@ def _labels(document: Document, begin: int, end: int) -> list[int]:
     return labels if len(labels) == end - begin else [*labels, IGNORED]
 
 
-def _stack(rows: Sequence[tuple[list[int], list[int], list[int], list[int]]]) -> Rows:
-    ids, labels, positions, lengths = zip(*rows, strict=True)
+def _stack(rows: Sequence[Row]) -> Rows:
+    ids = torch.tensor([row.ids for row in rows])
+    real = ids.shape[1] - torch.tensor([row.padding for row in rows])
     return Rows(
-        ids=torch.tensor(ids),
-        labels=torch.tensor(labels),
-        positions=torch.tensor(positions),
-        lengths=tuple(tuple(n) for n in lengths),
+        ids=ids,
+        labels=torch.tensor([row.labels for row in rows]),
+        positions=torch.tensor([row.positions for row in rows]),
+        mask=torch.arange(ids.shape[1]) < real[:, None],
+        lengths=tuple(tuple(row.lengths) for row in rows),
     )

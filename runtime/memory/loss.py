@@ -54,9 +54,7 @@ def base_of(model: nn.Module) -> nn.Module:
 def summed_loss(logits: Tensor, labels: Tensor) -> Tensor:
     """Sum of -log softmax at the labels, in float32 or wider; [rows, length, vocabulary] and [rows, length]."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return nn.functional.cross_entropy(
-        wide.flatten(0, -2), labels.flatten(), ignore_index=IGNORED, reduction="sum"
-    )
+    return nn.functional.cross_entropy(wide.flatten(0, -2), labels.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
 def _chunk_loss(own: Any, base: nn.Module, outputs: Any, hidden: Tensor, ids: Tensor, labels: Tensor) -> Tensor:

@@ -214,9 +214,8 @@ def test_whole_documents_stay_whole_and_padding_is_a_document_of_its_own(tmp_pat
 
 
 def test_boundaries_are_cumulative_over_all_rows() -> None:
-    rows = Rows(
-        ids=torch.zeros(2, 4), labels=torch.zeros(2, 4), positions=torch.zeros(2, 4), lengths=((1, 3), (2, 1, 1))
-    )
+    empty = torch.zeros(2, 4, dtype=torch.long)
+    rows = Rows(ids=empty, labels=empty, positions=empty, mask=empty > 0, lengths=((1, 3), (2, 1, 1)))
     assert rows.cu_seqlens.tolist() == [0, 1, 4, 6, 7, 8]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from small import definition
+from runtime_models import definition
 from torch import Tensor, nn
 
 from runtime import weights

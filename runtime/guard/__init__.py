@@ -1,0 +1,1 @@
+"""Staying alive, and ending well: heartbeats, hangs, signals."""
