@@ -21,10 +21,11 @@ from runtime.parallel.config import BalanceConfig
 class Load:
     """Counters and bias of one layer."""
 
-    def __init__(self, num_experts: int, config: BalanceConfig, block: nn.Module) -> None:
+    def __init__(self, num_experts: int, config: BalanceConfig, block: nn.Module, distributed: bool) -> None:
         self.num_experts = num_experts
         self.config = config
         self.block = block
+        self.distributed = distributed
         self.bias_is_the_models = False
         self._device_counters: dict[str, Tensor] = {}
         self.mask: Tensor | None = None
@@ -114,7 +115,7 @@ class Load:
         else:
             with torch.no_grad():
                 counts = torch.cat([self._histogram(index), self._counted(index)])
-                if dist.is_initialized():
+                if self.distributed:
                     dist.all_reduce(counts)
                 load, tokens = counts[:-1], counts[-1]
                 total = tokens if self.global_tokens is None else self.global_tokens
@@ -191,7 +192,7 @@ def after_step(loads: list[tuple[str, Load]], device: torch.device) -> LoadRepor
             own = load._device_counters.get(name)
             if own is not None:
                 row[: own.numel()] = own
-        if dist.is_initialized():
+        if loads[0][1].distributed:
             dist.all_reduce(rows)
         summed[name] = rows
     for number, (_, load) in enumerate(loads):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import MethodType
 from typing import Any
 
@@ -37,6 +38,8 @@ class ExpertsLayer:
         self.dropped: Tensor | None = None
         """bool [T, K] of the pass that is running, where capacities drop."""
         self.mode: RouterMode | None = None
+        self.allowed: Tensor | None = None
+        """bool [E], experts that may be chosen, for tests and benchmarks of skewed load; None is all."""
 
     def install(self) -> None:
         """Replace the forward of the experts and wrap that of their block."""
@@ -57,7 +60,7 @@ class ExpertsLayer:
     def routed(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         """The block's forward with this layer's selection."""
         tape = replay.current()
-        if tape is None and not self.config.balance.active:
+        if tape is None and not self.config.balance.active and self.allowed is None:
             return original(*args, **kwargs)
         self.mode = RouterMode(self.site.num_experts, self.select, tape)
         self.dropped = None
@@ -73,6 +76,8 @@ class ExpertsLayer:
         before = ranked
         if self.load.bias is not None and not self.load.bias_is_the_models:
             ranked = ranked + self.load.bias
+        if self.allowed is not None:
+            ranked = ranked.masked_fill(~self.allowed, -math.inf)
         if balance.groups:
             ranked = selection.limit_groups(ranked, balance.groups, balance.groups_kept)
         best = ranked.topk(slots, -1)

@@ -84,8 +84,8 @@ def merge(model: nn.Module) -> None:
     for name in targets.linears:
         linear = model.get_submodule(name)
         assert isinstance(linear, nn.Linear)
-        a, b = linear.get_parameter("lora_A"), linear.get_parameter("lora_B")
-        _add(linear.weight, whole_tensor(b), whole_tensor(a), config.scaling)
+        inner, outer = (whole_tensor(linear.get_parameter(f"lora_{side}")) for side in "AB")
+        _add(linear.weight, outer, inner, config.scaling)
         restore_linear(linear)
     for site in find_experts(model):
         if site.name not in targets.experts:
@@ -93,8 +93,8 @@ def merge(model: nn.Module) -> None:
         lora = site.experts.get_submodule("lora")
         assert isinstance(lora, ExpertsLora)
         for name in lora.names:
-            a, b = whole_tensor(lora.get_parameter(f"{name}_A")), whole_tensor(lora.get_parameter(f"{name}_B"))
-            left, right = (a.mT, b.mT) if lora.transposed else (b, a)
+            inner, outer = (whole_tensor(lora.get_parameter(f"{name}_{side}")) for side in "AB")
+            left, right = (inner.mT, outer.mT) if lora.transposed else (outer, inner)
             _add(site.experts.get_parameter(name), left, right, lora.scaling)
         del site.experts._modules["lora"]
     del model.__dict__[_KEY]

@@ -26,6 +26,11 @@ class Meshes:
     rank: int
     device_type: str
 
+    @classmethod
+    def alone(cls, device_type: str) -> Meshes:
+        """One process by itself, with or without a process group around it."""
+        return cls(dense=None, expert=None, world_size=1, rank=0, device_type=device_type)
+
     @property
     def data(self) -> DeviceMesh | None:
         """Where dense weights are sharded: (fsdp), or (dp_replicate, fsdp) with replicas."""
@@ -70,7 +75,7 @@ def build_meshes(config: ParallelConfig, world_size: int, device_type: str) -> M
     if not dist.is_initialized():
         if world_size > 1:
             raise ValueError(f"{world_size} ranks need a process group: start them with torchrun")
-        return Meshes(dense=None, expert=None, world_size=1, rank=0, device_type=device_type)
+        return Meshes.alone(device_type)
     if dist.get_world_size() != world_size:
         raise ValueError(f"the process group has {dist.get_world_size()} ranks, not {world_size}")
     shard = world_size // config.dp_replicate

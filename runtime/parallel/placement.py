@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -15,24 +19,27 @@ def local_part(parameter: Tensor) -> tuple[slice, ...]:
         parameter: of a parallelized model; a plain tensor is whole.
     """
     slices = [slice(0, size) for size in parameter.shape]
-    if not isinstance(parameter, DTensor):
-        return tuple(slices)
-    mesh = parameter.device_mesh
-    names = mesh.mesh_dim_names or ()
-    # the ep split was made first, though its mesh dimension comes last
-    for dim in sorted(range(mesh.ndim), key=lambda d: names[d] != "ep"):
-        placement = parameter.placements[dim]
-        if isinstance(placement, Replicate):
-            continue
-        axis: int = placement.dim  # type: ignore[attr-defined]
-        slices[axis] = _chunk(slices[axis], mesh.size(dim), mesh.get_local_rank(dim))
+    if isinstance(parameter, DTensor):
+        for dim, axis in _splits(parameter):
+            mesh = parameter.device_mesh
+            slices[axis] = _chunks(slices[axis], mesh.size(dim))[mesh.get_local_rank(dim)]
     return tuple(slices)
 
 
-def _chunk(whole: slice, parts: int, number: int) -> slice:
+def _splits(parameter: DTensor) -> list[tuple[int, int]]:
+    """(mesh dimension, axis of the tensor) of every split, in the order in which they were made."""
+    names = parameter.device_mesh.mesh_dim_names or ()
+    # the ep split was made first, though its mesh dimension comes last
+    order = sorted(range(parameter.device_mesh.ndim), key=lambda dim: names[dim] != "ep")
+    placements = [(dim, parameter.placements[dim]) for dim in order]
+    return [(dim, p.dim) for dim, p in placements if not isinstance(p, Replicate)]  # type: ignore[attr-defined]
+
+
+def _chunks(whole: slice, parts: int) -> list[slice]:
     size = whole.stop - whole.start
     step = -(-size // parts)
-    return slice(whole.start + min(size, step * number), whole.start + min(size, step * (number + 1)))
+    edges = [whole.start + min(size, step * number) for number in range(parts + 1)]
+    return [slice(a, b) for a, b in pairwise(edges)]
 
 
 def local_tensor(parameter: Tensor) -> Tensor:
@@ -41,5 +48,21 @@ def local_tensor(parameter: Tensor) -> Tensor:
 
 
 def whole_tensor(parameter: Tensor) -> Tensor:
-    """The whole tensor, gathered: a collective call for a sharded one."""
-    return parameter.detach().full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
+    """The whole tensor, gathered split by split: a collective call for a sharded one."""
+    if not isinstance(parameter, DTensor):
+        return parameter.detach()
+    mesh = parameter.device_mesh
+    slices = [slice(0, size) for size in parameter.shape]
+    stages = []
+    for dim, axis in _splits(parameter):
+        pieces = _chunks(slices[axis], mesh.size(dim))
+        stages.append((dim, axis, [piece.stop - piece.start for piece in pieces]))
+        slices[axis] = pieces[mesh.get_local_rank(dim)]
+    whole = parameter._local_tensor.detach()
+    for dim, axis, sizes in reversed(stages):
+        padded = whole.new_zeros((*whole.shape[:axis], max(sizes), *whole.shape[axis + 1 :]))
+        padded.narrow(axis, 0, whole.shape[axis]).copy_(whole)
+        gathered = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(gathered, padded, group=mesh.get_group(dim))
+        whole = torch.cat([g.narrow(axis, 0, size) for g, size in zip(gathered, sizes, strict=True)], axis)
+    return whole

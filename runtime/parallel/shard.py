@@ -72,7 +72,7 @@ def parallelize(
         if meshes.ep_size > 1:
             transport = Transport(meshes, config, site.num_experts, routing or CountedRouting(), pool)
             _keep_own_experts(site, meshes)
-        load = Load(site.num_experts, config.balance, site.block)
+        load = Load(site.num_experts, config.balance, site.block, distributed=meshes.dense is not None)
         layer = ExpertsLayer(site, config, transport, load)
         layer.install()
         state.layers.append(layer)

@@ -1,0 +1,1 @@
+"""Shows that training over ranks equals training in one process: ``python -m runtime.prove``."""

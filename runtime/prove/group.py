@@ -1,0 +1,37 @@
+"""Run functions on several local processes in one gloo group: starting them costs seconds, a case much less."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import spawn
+
+
+def run_ranks(ranks: int, work: Callable[..., Any], *args: Any) -> Any:
+    """Call ``work(*args)`` on every rank of a fresh group and return what rank 0 returned.
+
+    Raises:
+        torch.multiprocessing.ProcessRaisedException: a rank failed; has its traceback.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        spawn(_rank, (ranks, folder, work, args), nprocs=ranks)  # type: ignore[no-untyped-call]
+        return torch.load(Path(folder) / "result.pt", weights_only=False)
+
+
+def _rank(rank: int, ranks: int, folder: str, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    store = f"file://{folder}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=120))
+    result = work(*args)
+    if rank == 0:
+        torch.save(result, Path(folder) / "result.pt")
+    dist.barrier()
+    dist.destroy_process_group()
