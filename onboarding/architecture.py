@@ -10,7 +10,16 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-Hook = Literal["norm", "gated_norm", "gated_mlp", "experts", "linear_attention", "short_convolution"]
+Hook = Literal[
+    "norm",
+    "gated_norm",
+    "gated_mlp",
+    "experts",
+    "linear_attention",
+    "short_convolution",
+    "hyper_connection",
+    "linear_cross_entropy",
+]
 
 
 class Record(BaseModel):
@@ -236,6 +245,36 @@ class ModelFacts(Record):
     """Tensors that are saved with the weights and are not trained."""
 
 
+class Growth(Record):
+    """How a cost grows with the tokens T of a sequence: ``constant + linear T + quadratic T^2``."""
+
+    constant: float = 0.0
+    linear: float = 0.0
+    quadratic: float = 0.0
+
+    def at(self, tokens: int) -> float:
+        """The cost of a sequence of this length."""
+        return self.constant + self.linear * tokens + self.quadratic * tokens * tokens
+
+
+class MemoryEstimate(Record):
+    """Bytes that training at the published size needs, before anything is sharded; activations of one sequence."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    """AdamW: two float32 moments, and a float32 copy of narrower weights."""
+    activations: Growth
+    """Everything that the backward reads."""
+    recomputed: Growth
+    """The same when every block keeps only its input and is run again."""
+
+    def total(self, tokens: int, *, recompute: bool = True) -> float:
+        """All of it for one sequence."""
+        activations = self.recomputed if recompute else self.activations
+        return self.weights + self.gradients + self.optimizer + activations.at(tokens)
+
+
 class BlockKind(Record):
     """A kind of decoder block: same mixer, same feed-forward, same flags."""
 
@@ -255,6 +294,8 @@ class BlockKind(Record):
     """The block carries state along the sequence (linear attention, SSM)."""
     sparse_memory_access: bool
     """The block gathers by data-dependent indices (routed experts, sparse attention)."""
+    growth: Growth | None = None
+    """Forward FLOPs of one block at any length; None where only one length was traced."""
     roles: BlockRoles | None = None
     """Read off the reduced twin; None where there is none."""
 
@@ -292,6 +333,11 @@ class Architecture(Record):
     uses: list[OperatorUse]
     modality: str = "text"
     warnings: list[str] = Field(default_factory=list)
+    memory: MemoryEstimate | None = None
+    growth: Growth | None = None
+    """FLOPs of one training step (forward and backward) of the whole model at any sequence length."""
+    without_gradient: list[str] = Field(default_factory=list)
+    """Parameters that run but that the class's own loss does not reach (indexers, frozen parts), one layer a kind."""
     novel: list[str] = Field(default_factory=list)
     """Module classes that match no known role and run as their own torch code."""
     facts: ModelFacts | None = None

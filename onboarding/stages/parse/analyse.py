@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
-from onboarding.architecture import Architecture, BlockKind, GraphOperator
+from onboarding.architecture import Architecture, BlockKind, GraphOperator, Growth
 from onboarding.problem import Problem
 from onboarding.stages.parse.build import build_config, build_model
 from onboarding.stages.parse.census import block_parameters, count_parameters
 from onboarding.stages.parse.describe import feed_forward_words, kind_mixers, letters_for
 from onboarding.stages.parse.eager import eager_costs
+from onboarding.stages.parse.growth import add, laws_of, scale, totals
+from onboarding.stages.parse.memory import estimate_memory
+from onboarding.stages.parse.repair import Attempt, with_repairs
 from onboarding.stages.parse.roles import AUDIO, VISION, ModelRoles, find_roles
+from onboarding.stages.parse.sanity import check_sizes
 from onboarding.stages.parse.structure import Structure, find_structure
 from onboarding.stages.parse.trace import trace_model
 from onboarding.stages.parse.tracer import Operation, Trace
@@ -35,41 +42,39 @@ class Parsed:
     trace: Trace
 
 
-def analyse(config: dict[str, Any], *, tokens: int, name: str = "") -> Parsed:
+def analyse(config: dict[str, Any], *, tokens: int, name: str = "", assume: bool = False) -> Parsed:
     """Parse a ``config.json`` at its full published size, with no weights in memory.
 
     Args:
         config: its content.
         tokens: sequence length at which FLOPs and bytes are counted, batch 1.
         name: what to call the model.
+        assume: give round sizes to counts that nothing determines, see :mod:`onboarding.stages.parse.repair`.
 
     Raises:
-        Problem: what cannot be built or traced, and why.
+        Problem: what cannot be built or traced, and why; ``field`` names the field at fault where one was found,
+            ``partial`` holds what could be read before.
     """
-    built = build_config(config)
-    model, mode, notes = build_model(built)
-    try:
-        structure = find_structure(model, built)
-    except LookupError as error:
-        raise Problem(
-            "no-decoder-layers", f"{type(model).__name__}: {error}", "only layered decoders are onboarded"
-        ) from None
-    trace = trace_model(model, mode, structure, tokens)
+    check_sizes(config)
+    traced, _, repairs = with_repairs(config, partial(_traced, tokens=tokens), assume=assume)
+    model, structure, trace = traced.model, traced.structure, traced.trace
+    built: Any = model.config
     roles = find_roles(model, structure, trace)
     proposals = propose_uses(model, structure, roles, trace)
     owners = owner_of_operations(trace, proposals)
     eager_costs(proposals.uses, trace, owners, lambda op: _repeats(roles, op))
     blocks, strip = _blocks(roles, trace)
     census = count_parameters(model, built, roles)
-    embedding = model.get_input_embeddings()  # type: ignore[operator]
-    warnings = [*notes, *trace.notes, *_warnings(built, model, trace), *proposals.warnings]
+    embedding = embedding_of(model)
+    repaired = [repair.words for repair in repairs]
+    warnings = [*repaired, *traced.notes, *trace.notes, *_warnings(built, model, trace), *proposals.warnings]
     architecture = Architecture(
         name=name or str(config.get("model_type", "")),
         model_type=str(built.model_type),
         class_name=type(model).__name__,
-        sequence_length=tokens,
-        hidden_size=int(getattr(structure.text_config, "hidden_size", embedding.weight.shape[-1])),
-        vocab_size=int(embedding.weight.shape[0]),
+        sequence_length=trace.tokens,
+        hidden_size=int(getattr(structure.text_config, "hidden_size", None) or embedding.shape[-1]),
+        vocab_size=int(embedding.shape[0]),
         num_layers=len(structure.layers),
         strip=strip,
         blocks=blocks,
@@ -79,8 +84,98 @@ def analyse(config: dict[str, Any], *, tokens: int, name: str = "") -> Parsed:
         modality=_modality(census.by_role),
         warnings=list(dict.fromkeys(warnings)),
         novel=proposals.novel,
+        memory=estimate_memory(model, roles, trace),
+        growth=_growth(roles, trace),
+        without_gradient=trace.without_gradient,
     )
     return Parsed(architecture=architecture, model=model, config=built, structure=structure, roles=roles, trace=trace)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Traced:
+    model: Any
+    notes: list[str]
+    structure: Structure
+    trace: Trace
+
+
+def _traced(config: dict[str, Any], state: Attempt, *, tokens: int) -> _Traced:
+    """Build and trace; a failure carries what was read up to it."""
+    try:
+        return _traced_in(config, state, tokens, torch.bfloat16)
+    except Problem as problem:
+        if problem.kind != "model-not-traced" or not _WRONG_DTYPE.search(str(problem.__cause__)):
+            raise
+    traced = _traced_in(config, state, tokens, torch.float32)
+    traced.notes.append("the class does not run in bfloat16: it was traced in float32")
+    return traced
+
+
+_WRONG_DTYPE = re.compile(r"expected scalar type|same dtype|dtypes? (do not|don't) match|must have the same dtype")
+
+
+def _traced_in(config: dict[str, Any], state: Attempt, tokens: int, dtype: torch.dtype) -> _Traced:
+    state.config = build_config(config)
+    model, mode, notes = build_model(state.config, dtype)
+    try:
+        structure = find_structure(model, model.config)
+    except LookupError as error:
+        raise Problem(
+            "no-decoder-layers", f"{type(model).__name__}: {error}", "only layered decoders are onboarded"
+        ) from None
+    try:
+        trace = trace_model(model, mode, structure, tokens)
+    except Problem as problem:
+        problem.extra["partial"] = {
+            "class_name": type(model).__name__,
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "layers": len(structure.layers),
+            "kinds": [list(kind.layers) for kind in structure.kinds],
+        }
+        raise
+    return _Traced(model=model, notes=notes, structure=structure, trace=trace)
+
+
+def embedding_of(model: Any) -> torch.Tensor:
+    """The token embedding's weight [vocabulary, width]; the widest embedding where the class does not name it."""
+    try:
+        named: torch.Tensor = model.get_input_embeddings().weight
+        return named
+    except (AttributeError, NotImplementedError):
+        found = [m.weight for m in model.modules() if isinstance(m, nn.Embedding)]
+    if not found:
+        raise Problem(
+            "no-embedding", f"{type(model).__name__} has no token embedding", "only language models are onboarded"
+        )
+    return max(found, key=lambda weight: weight.shape[0])
+
+
+def _block_growth(roles: ModelRoles, trace: Trace) -> dict[int, Growth]:
+    """First layer of a kind -> how its forward FLOPs grow."""
+    if trace.shorter is None:
+        return {}
+
+    def place(operation: Operation) -> tuple[int | None, str, str]:
+        return roles.layer_of(operation.path), operation.path, operation.name
+
+    short, long = (totals((op for op in t.operations if op.phase == "forward"), place) for t in (trace.shorter, trace))
+    found: dict[int, list[Growth]] = defaultdict(list)
+    for (index, *_), one in laws_of(short, long, trace.tokens).items():
+        if index is not None:
+            found[index].append(one)
+    return {index: add(laws) for index, laws in found.items()}
+
+
+def _growth(roles: ModelRoles, trace: Trace) -> Growth | None:
+    """FLOPs of a whole step: each place's law, times the layers that are alike."""
+    if trace.shorter is None:
+        return None
+
+    def place(operation: Operation) -> tuple[str, str, str, int]:
+        return operation.path, operation.name, operation.phase, _repeats(roles, operation)
+
+    laws = laws_of(totals(trace.shorter.operations, place), totals(trace.operations, place), trace.tokens)
+    return add(scale(one, key[-1]) for key, one in laws.items())
 
 
 def _modality(by_role: dict[str, int]) -> str:
@@ -108,7 +203,8 @@ def owner_of_operations(trace: Trace, proposals: Proposals) -> list[str]:
             if digest and families[digest] == "gated_activation" and operation.matmul:
                 digest = ""  # the projections stay torch's
             path = path.rpartition(".")[0]
-        owners.append(digest)
+        # what the whole model's own forward does is its loss
+        owners.append(digest or ("" if operation.path else proposals.owner.get("", "")))
     return owners
 
 
@@ -122,6 +218,7 @@ def _blocks(roles: ModelRoles, trace: Trace) -> tuple[list[BlockKind], str]:
         if index is not None and operation.phase == "forward":
             totals[index][0] += operation.flops
             totals[index][1] += operation.bytes_moved
+    growth = _block_growth(roles, trace)
     blocks = []
     strip = [""] * len(structure.layers)
     for kind in structure.kinds:
@@ -143,6 +240,7 @@ def _blocks(roles: ModelRoles, trace: Trace) -> tuple[list[BlockKind], str]:
                 bytes_moved=totals[kind.first][1],
                 sequence_dependent=any(leaf.kind in ("linear_attention", "scan") for leaf in called)
                 or any(known.kernels.values()),
+                growth=growth.get(kind.first),
                 sparse_memory_access=bool(known.experts) or any(leaf.facts.get("top_k") for leaf in called),
             )
         )

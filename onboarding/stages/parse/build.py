@@ -19,6 +19,7 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from onboarding.problem import Problem
+from onboarding.stages.parse.constants import small_constants
 
 _LANGUAGE_MAPPINGS = (
     "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
@@ -28,18 +29,31 @@ _LANGUAGE_MAPPINGS = (
 )
 
 
+def config_for(cls: Any, config: Any) -> Any:
+    """The part of a composite configuration that a class takes: a text model's class wants the text part alone."""
+    wanted = getattr(cls, "config_class", None)
+    if wanted is None or isinstance(config, wanted):
+        return config
+    return next((part for part in _sub_configs(config) if isinstance(part, wanted)), config)
+
+
 @contextmanager
 def quiet() -> Iterator[None]:
     """Silence warnings of libraries: what matters to the user is in the architecture's own ``warnings``."""
-    logger = logging.getLogger("transformers")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    loggers = {
+        logging.getLogger("transformers"): logging.ERROR,
+        logging.getLogger("torch._subclasses.fake_tensor"): logging.CRITICAL,
+    }
+    levels = {logger: logger.level for logger in loggers}
+    for logger, level in loggers.items():
+        logger.setLevel(level)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        logger.setLevel(level)
+        for logger, level in levels.items():
+            logger.setLevel(level)
 
 
 def build_config(config: dict[str, Any]) -> Any:
@@ -111,13 +125,20 @@ def build_model(config: Any, dtype: torch.dtype = torch.bfloat16) -> tuple[nn.Mo
         Problem: ``model-not-built`` with the exception that the class raised.
     """
     cls, notes = model_class(config)
+    config = config_for(cls, config)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     for part in (config, *_sub_configs(config)):
         # weights that are quantised on disk have the shapes of the plain ones, which is what is counted here
         if getattr(part, "quantization_config", None) is not None:
             part.quantization_config = None
     try:
-        with quiet(), mode, no_init_weights(), patch.object(nn.Module, "_apply", _apply_to_fakes):
+        with (
+            quiet(),
+            mode,
+            small_constants(mode),
+            no_init_weights(),
+            patch.object(nn.Module, "_apply", _apply_to_fakes),
+        ):
             model = _construct(cls, config, dtype)
             model.tie_weights()
             _keep_fp32(model)

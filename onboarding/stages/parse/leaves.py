@@ -16,6 +16,7 @@ from unittest.mock import patch
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 from transformers.integrations.moe import ExpertsInterface
 from transformers.modeling_utils import AttentionInterface
 
@@ -27,8 +28,10 @@ from onboarding.stages.parse.marked import (
     linear_attention_arguments,
     marked_functions,
     modeling_modules,
+    own_loops,
     short_convolution_arguments,
 )
+from onboarding.stages.parse.sdpa import names_of_torch_attention, torch_attention_leaf
 
 ATTENTION_BACKWARD = 2.5
 """Backward over forward matrix products: five against two, because the scores are computed again (FlashAttention)."""
@@ -282,10 +285,13 @@ def leaves_in_place(model: nn.Module, sink: Any, replace: Replace) -> Iterator[N
     with ExitStack() as stack:
         stack.enter_context(patch.object(AttentionInterface, "get_interface", lambda *_: attention))
         stack.enter_context(patch.object(ExpertsInterface, "get_interface", lambda *_: experts))
+        direct = torch_attention_leaf(model, sink, attention)
+        for module, name in [(F, "scaled_dot_product_attention"), *names_of_torch_attention(modeling_modules(model))]:
+            stack.enter_context(patch.object(module, name, direct))
         for stacked in _own_experts(model):
             stack.enter_context(patch.object(stacked, "forward", own_experts_leaf(stacked, experts)))
         for module in modeling_modules(model):
-            for marked in marked_functions(module):
+            for marked in (*marked_functions(module), *own_loops(module), *own_loops(module, forwards=True)):
                 if is_linear_attention(marked.function):
                     leaf: Callable[..., Any] | None = linear_attention_leaf(sink, marked)
                 elif is_short_convolution(marked.function):
@@ -293,5 +299,5 @@ def leaves_in_place(model: nn.Module, sink: Any, replace: Replace) -> Iterator[N
                 else:
                     leaf = replace(marked)
                 if leaf is not None:
-                    stack.enter_context(patch.object(module, marked.attribute, leaf))
+                    stack.enter_context(patch.object(marked.module, marked.attribute, leaf))
         yield

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -16,7 +18,8 @@ from torch import nn
 class MarkedFunction:
     """A module-level function that transformers would replace by a library's kernel."""
 
-    module: ModuleType
+    module: ModuleType | type
+    """The modeling file, or the class of which it is a method."""
     attribute: str
     """Name under which the modeling file's forwards call it."""
     kernel: str
@@ -55,6 +58,41 @@ def marked_functions(module: ModuleType) -> list[MarkedFunction]:
             )
         )
     return found
+
+
+_ONE_STEP_A_TOKEN = re.compile(r"range\((\w*seq\w*|\w*length|\w+\.shape\[1\]|\w+\.size\(1\))\)")
+
+
+def own_loops(module: ModuleType, *, forwards: bool = False) -> list[MarkedFunction]:
+    """Functions and methods of a modeling file that take one step a token in Python, though nothing marks them.
+
+    A method that uses submodules is left alone, since what it holds must be traced; with ``forwards``, the forwards that
+    hold such a loop instead, which only a run can tell from a loop for decoding.
+    """
+    found = []
+    for owner in (module, *(c for c in vars(module).values() if isinstance(c, type) and c.__module__ == module.__name__)):
+        for attribute, function in list(vars(owner).items()):
+            if not inspect.isfunction(function) or function.__module__ != module.__name__:
+                continue
+            if _steps_by_token(function) and (attribute == "forward") is forwards:
+                name = attribute if isinstance(owner, ModuleType) else f"{owner.__name__}.{attribute.lstrip('_')}"
+                found.append(
+                    MarkedFunction(module=owner, attribute=attribute, kernel=name, package="", function=function)
+                )
+    return found
+
+
+@cache
+def _steps_by_token(function: Callable[..., Any]) -> bool:
+    if getattr(function, "__code__", None) is None or function.__code__.co_qualname == _MARK:
+        return False
+    try:
+        source = inspect.getsource(function)
+    except (OSError, TypeError):
+        return False
+    if not _ONE_STEP_A_TOKEN.search(source):
+        return False
+    return function.__name__ == "forward" or not re.search(r"self\.\w+(\[\w+\])?\(", source)
 
 
 def modeling_modules(model: nn.Module) -> list[ModuleType]:

@@ -18,6 +18,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from onboarding.stages.parse.cost import tensors_of
+from onboarding.stages.parse.growth import law
 from onboarding.stages.parse.leaves import LeafCall, run_leaf
 from onboarding.stages.parse.marked import MarkedFunction
 
@@ -28,7 +29,9 @@ Key = tuple[str, str, int]
 
 
 def loops(function: Callable[..., Any]) -> bool:
-    """Whether the source of a marked function holds a loop."""
+    """Whether the source of a marked function holds a loop, or its mark says so."""
+    if isinstance(told := getattr(function, "loops", None), bool):
+        return told
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))
     except (OSError, TypeError, SyntaxError):
@@ -98,7 +101,7 @@ def _tag(key: Key) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Growth:
-    """Two probes of the same model."""
+    """Two probes of the same model, the second twice as long."""
 
     short: dict[Key, ScanCall]
     long: dict[Key, ScanCall]
@@ -122,7 +125,8 @@ class Growth:
         zero = [0.0, 0.0, 0.0]
         costs = {
             phase: [
-                p + (q - p) * ratio for p, q in zip(a.costs.get(phase, zero), b.costs.get(phase, zero), strict=True)
+                law(p, q, PROBE_LENGTHS[1]).at(tokens)
+                for p, q in zip(a.costs.get(phase, zero), b.costs.get(phase, zero), strict=True)
             ]
             for phase in ("forward", "backward")
         }

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -12,15 +14,27 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from onboarding.problem import Problem
 from onboarding.stages.parse.build import quiet
+from onboarding.stages.parse.constants import small_constants
+from onboarding.stages.parse.growth import SHORTEST
+from onboarding.stages.parse.inputs import (
+    Inputs,
+    image_inputs,
+    loss_of,
+    parameters_of,
+    sequence_limit,
+    text_inputs,
+)
 from onboarding.stages.parse.leaves import Replace, leaves_in_place
 from onboarding.stages.parse.marked import (
     MarkedFunction,
     is_linear_attention,
     marked_functions,
     modeling_modules,
+    own_loops,
 )
 from onboarding.stages.parse.scans import PROBE_LENGTHS, Growth, ScanLeaves, ScanProbe, loops
 from onboarding.stages.parse.structure import Structure
+from onboarding.stages.parse.towers import find_tower_call, tower_modules
 from onboarding.stages.parse.tracer import Trace, Tracer
 
 
@@ -101,32 +115,55 @@ def _module_hooks(model: nn.Module, tracer: Tracer) -> Iterator[None]:
 
 
 def _loss(model: Any, structure: Structure, ids: torch.Tensor, tracer: Tracer) -> torch.Tensor:
-    """The training loss: of the whole class, or of its text decoder and head where the class wants images."""
+    """The training loss: of the class on text, else on text and an image, else of its text decoder and head."""
+    arguments = [{"input_ids": ids, "labels": ids, "use_cache": False}, *_with_image(model, ids)]
+    failure: Exception | None = None
+    for given in arguments:
+        try:
+            output = model(**given)
+        except Exception as error:
+            failure = failure or error
+            tracer.restart()
+            continue
+        if len(given) > 3:
+            tracer.note("the class does not run on text alone: text and one image were traced")
+        return loss_of(output, ids)
+    assert failure is not None
+    if structure.text_config is model.config:
+        raise failure
+    tracer.note(
+        f"the class does not run on text alone ({type(failure).__name__}): its text decoder and head were traced"
+    )
     try:
-        loss: torch.Tensor = model(input_ids=ids, labels=ids, use_cache=False).loss
-        return loss
-    except Exception as error:
-        if structure.text_config is model.config:
-            raise
-        tracer.restart()
-        tracer.note(
-            f"the class does not run on text alone ({type(error).__name__}): its text decoder and head were traced"
-        )
-    hidden = model.get_submodule(structure.decoder_prefix)(input_ids=ids, use_cache=False)[0]
-    logits = model.get_output_embeddings()(hidden)
+        hidden = model.get_submodule(structure.decoder_prefix)(input_ids=ids, use_cache=False)[0]
+        logits = model.get_output_embeddings()(hidden)
+    except Exception:
+        raise failure from None
     return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), ids.flatten())
+
+
+def _with_image(model: Any, ids: torch.Tensor) -> Iterator[Inputs]:
+    parameters = parameters_of(model.forward)
+    read = {m.in_features for m in model.modules() if isinstance(m, nn.Linear)}
+    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+    for given in image_inputs(parameters, model.config, dtype, read):
+        images = next((t.shape[1] for t in given.values() if isinstance(t, torch.Tensor) and t.dim() == 5), 1)
+        if "image_attention_mask" in parameters:
+            given["image_attention_mask"] = ids.new_ones(*ids.shape, images)
+        yield {**given, **text_inputs(parameters, ids), "use_cache": False}
 
 
 def _step(
     model: nn.Module, mode: FakeTensorMode, structure: Structure, tokens: int, tracer: Tracer, replace: Replace
 ) -> None:
-    """One training step of one sequence under a tracer."""
-    with quiet(), mode:
+    """One training step of one sequence under a tracer, and one of the vision tower where the class has one."""
+    with quiet(), mode, small_constants(mode):
         ids = torch.zeros(1, tokens, dtype=torch.int64)
         with (
             leaves_in_place(model, tracer, replace),
             one_layer_per_kind(structure),
             _module_hooks(model, tracer),
+            tracer.saving(model.parameters()),
             tracer,
         ):
             try:
@@ -139,14 +176,55 @@ def _step(
                     f"the forward of {type(model).__name__} does not run at its published size",
                     f"{type(error).__name__}: {' '.join(str(error).split())[:500]}",
                 ) from error
-            tracer.phase = "backward"
-            try:
-                loss.backward()  # type: ignore[no-untyped-call]
-                tracer.trace.backward = True
-            except Exception as error:
-                tracer.note(f"the backward does not run: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
+            tracer.trace.backward = _backward(loss, tracer, "the backward")
+        tracer.trace.without_gradient = _without_gradient(model, tracer.trace)
         for parameter in model.parameters():
             parameter.grad = None
+
+
+def _tower_step(model: nn.Module, mode: FakeTensorMode, structure: Structure, tracer: Tracer) -> None:
+    """One image through the vision tower, forward and backward."""
+    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+    if not tower_modules(model, structure.prefix):
+        return
+    with quiet(), mode, small_constants(mode), leaves_in_place(model, tracer, lambda _: None):
+        call, tried = find_tower_call(model, structure.prefix, dtype, tracer)
+        if call is None:
+            tracer.trace.tower = False
+            tracer.note(f"the vision tower was not traced: {tried[0] if tried else 'nothing takes an image'}")
+            return
+        tracer.phase = "forward"
+        tracer.note(f"vision tower: {call.words}")
+        with _module_hooks(model, tracer), tracer.saving(model.parameters()), tracer:
+            features = call.run()
+            tracer.trace.tower = True
+            if features:
+                total = sum((f.float().sum() for f in features[1:]), features[0].float().sum())
+                tracer.trace.tower = _backward(total, tracer, "the backward of the vision tower")
+            else:
+                tracer.note("no gradient comes back from the vision tower: its code runs it without")
+        for parameter in model.parameters():
+            parameter.grad = None
+
+
+def _backward(loss: torch.Tensor, tracer: Tracer, what: str) -> bool:
+    tracer.phase = "backward"
+    try:
+        loss.backward()  # type: ignore[no-untyped-call]
+    except Exception as error:
+        tracer.note(f"{what} does not run: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
+        return False
+    return True
+
+
+def _without_gradient(model: nn.Module, trace: Trace) -> list[str]:
+    """Trainable parameters of modules that ran and whose gradient is still None."""
+    ran = {call.path for call in trace.calls}
+    return [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and parameter.grad is None and name.rpartition(".")[0] in ran
+    ]
 
 
 def _observed(marked: MarkedFunction, tracer: Tracer) -> Callable[..., Any]:
@@ -157,6 +235,25 @@ def _observed(marked: MarkedFunction, tracer: Tracer) -> Callable[..., Any]:
         return marked.function(*args, **kwargs)
 
     return observed
+
+
+def _looping_forwards(
+    model: nn.Module, mode: FakeTensorMode, structure: Structure
+) -> set[tuple[ModuleType | type, str]]:
+    """Classes whose forward was seen to run more operators the longer the sequence: a Python loop over tokens."""
+    held = [m for module in modeling_modules(model) for m in own_loops(module, forwards=True)]
+    used = {type(module) for module in model.modules()}
+    held = [marked for marked in held if marked.module in used]
+    if not held:
+        return set()
+    counts = []
+    for length in PROBE_LENGTHS:
+        probe = Tracer(structure.names)
+        _step(model, mode, structure, length, probe, lambda _: None)
+        counts.append(Counter(operation.path for operation in probe.trace.operations))
+    more = PROBE_LENGTHS[1] - PROBE_LENGTHS[0]
+    classes = {type(m) for name, m in model.named_modules() if counts[1][name] - counts[0][name] >= more}
+    return {(marked.module, marked.attribute) for marked in held if marked.module in classes}
 
 
 def trace_model(model: nn.Module, mode: FakeTensorMode, structure: Structure, tokens: int) -> Trace:
@@ -172,22 +269,37 @@ def trace_model(model: nn.Module, mode: FakeTensorMode, structure: Structure, to
         Problem: ``model-not-traced`` when the forward does not run; a failing backward is only a note.
     """
     model.train()
-    marked = [m for module in modeling_modules(model) for m in marked_functions(module)]
+    tokens, notes = sequence_limit(model, tokens)
+    tokens -= tokens % 2 if tokens > 1 else 0
+    marked = [m for module in modeling_modules(model) for m in (*marked_functions(module), *own_loops(module))]
     looping = {(m.module, m.attribute) for m in marked if loops(m.function) and not is_linear_attention(m.function)}
+    looping |= _looping_forwards(model, mode, structure)
     tracer = Tracer(structure.names)
-    scans: ScanLeaves | None = None
+    growth: Growth | None = None
     if looping:
         probes = []
         for length in PROBE_LENGTHS:
             probe = ScanProbe(Tracer(structure.names), looping)
             _step(model, mode, structure, length, probe.tracer, probe.wrap)
             probes.append(probe.settle())
-        scans = ScanLeaves(tracer, Growth(short=probes[0], long=probes[1]), tokens)
+        growth = Growth(short=probes[0], long=probes[1])
 
-    def replace(marked: MarkedFunction) -> Callable[..., Any]:
-        if scans is not None and (marked.module, marked.attribute) in looping:
-            return scans.wrap(marked)
-        return _observed(marked, tracer)
+    def replacing(tracer: Tracer, length: int) -> Replace:
+        scans = ScanLeaves(tracer, growth, length) if growth is not None else None
 
-    _step(model, mode, structure, tokens, tracer, replace)
+        def replace(marked: MarkedFunction) -> Callable[..., Any] | None:
+            if scans is not None and (marked.module, marked.attribute) in looping:
+                return scans.wrap(marked)
+            return _observed(marked, tracer) if marked.package else None
+
+        return replace
+
+    _step(model, mode, structure, tokens, tracer, replacing(tracer, tokens))
+    if tokens >= 2 * SHORTEST and tracer.trace.backward:
+        half = Tracer(structure.names)
+        _step(model, mode, structure, tokens // 2, half, replacing(half, tokens // 2))
+        tracer.trace.shorter = half.trace
+    _tower_step(model, mode, structure, tracer)
+    tracer.trace.tokens = tokens
+    tracer.trace.notes[:0] = notes
     return tracer.trace

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from onboarding.stages.parse.constants import count_true, real_value
 from onboarding.stages.parse.cost import is_free, is_matmul, operator_cost, tensors_of
 from onboarding.stages.parse.leaves import LeafCall
 
@@ -54,6 +55,16 @@ class Trace:
     """(module path, library function) of marked functions that ran as they are."""
     notes: list[str] = field(default_factory=list)
     backward: bool = False
+    tokens: int = 0
+    """Length of the sequence that was traced."""
+    shorter: Trace | None = None
+    """The same at half the length, for how costs grow; None where the sequence is too short."""
+    tower: bool | None = None
+    """Whether the vision tower was traced, as far as it can be trained; None where there is none."""
+    saved: dict[str, float] = field(default_factory=dict)
+    """Module path -> bytes that its forward keeps for the backward."""
+    without_gradient: list[str] = field(default_factory=list)
+    """Parameters of modules that ran and that the loss does not reach."""
 
 
 class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -70,6 +81,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._names = names
         self._stack: list[str] = [""]
         self._mute = 0
+        self._stored: set[int] = set()
         self._marks: list[tuple[int, str]] = [(0, "")]
 
     # ---- where we are ---------------------------------------------------------------------------------------
@@ -129,6 +141,25 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._last_backward
 
     _last_backward = ""
+    _guessed = False
+
+    # ---- what is kept for the backward --------------------------------------------------------------------
+
+    @contextmanager
+    def saving(self, parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+        """Count the storage that autograd keeps, each once; parameters are there anyway."""
+        known = {_storage(p) for p in parameters}
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            key = _storage(tensor)
+            if key not in known and key not in self._stored:
+                self._stored.add(key)
+                size = float(tensor.untyped_storage().nbytes())
+                self.trace.saved[self.path] = self.trace.saved.get(self.path, 0.0) + size
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            yield
 
     # ---- what ran -------------------------------------------------------------------------------------------
 
@@ -169,22 +200,33 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run an operator; where its result depends on data, take the full-size case."""
         if func is aten.index.Tensor and any(_is_mask(i) for i in args[1] if i is not None):
             args = (args[0], [_all_kept(i) for i in args[1]], *args[2:])
-        elif func is aten.nonzero.default:
+        elif func is aten.nonzero.default and real_value(args[0]) is None:
             source = args[0]
             return source.new_zeros((source.numel(), source.dim()), dtype=torch.int64)
+        elif func is aten.split_with_sizes.default and self._guessed:
+            args = (args[0], _fitting(args[1], args[0].shape[kwargs.get("dim", _at(args, 2, 0))]), *args[2:])
         try:
             return func(*args, **kwargs)
         except DataDependentOutputException:
             if func is not aten._local_scalar_dense.default:
                 raise
+            self._guessed = True
             self.note("a branch depends on values of the data; the traced path takes them as true or one")
             return True if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 1
+        except DynamicOutputShapeException:
+            if func is not aten.repeat_interleave.Tensor:
+                raise
+            self._guessed = True
+            self.note("a count depends on values of the data; the traced path repeats each entry once")
+            return args[0].new_zeros((args[0].numel(),), dtype=torch.int64)
 
     def restart(self) -> None:
         """Forget what a failed attempt recorded."""
         self.trace.operations.clear()
         self.trace.calls.clear()
         self.trace.marked.clear()
+        self.trace.saved.clear()
+        self._stored.clear()
         del self._stack[1:]
         self._mark()
 
@@ -194,12 +236,30 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.trace.notes.append(text)
 
 
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _at(values: Sequence[Any], index: int, default: Any) -> Any:
+    return values[index] if len(values) > index else default
+
+
+def _fitting(sizes: Sequence[int], total: int) -> list[int]:
+    """Sizes of parts; where they were read from data that is not there, even parts."""
+    if sum(sizes) == total or not sizes:
+        return list(sizes)
+    each = total // len(sizes)
+    return [each + (i < total - each * len(sizes)) for i in range(len(sizes))]
+
+
 def _is_mask(index: torch.Tensor) -> bool:
     return index.dtype in (torch.bool, torch.uint8)
 
 
 def _all_kept(index: torch.Tensor | None) -> torch.Tensor | None:
-    """A mask that keeps everything, as positions."""
+    """A mask as positions: what it keeps if that is known, else everything."""
     if index is None or not _is_mask(index):
         return index
-    return index.new_zeros((index.numel(),), dtype=torch.int64)
+    real = real_value(index)
+    count = index.numel() if real is None else count_true(real)
+    return index.new_zeros((count,), dtype=torch.int64)
