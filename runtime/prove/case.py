@@ -82,6 +82,7 @@ def matrix(ranks: int) -> list[Case]:
         for layout in layouts(ranks)
         for lora in (False, True)
         for recompute in (False, True)
+        if twin not in SLOW or lora != recompute
     ]
     spread = [layout for layout in layouts(ranks) if layout.ep == min(4, ranks)]
     for twin in TWINS:
@@ -97,6 +98,10 @@ def matrix(ranks: int) -> list[Case]:
             rows.append(Case(twin=twin, layout=spread[0], dtype=dtype))
             rows.append(Case(twin=twin, layout=spread[-1], dtype=dtype, lora=True, recompute=True))
     return rows
+
+
+SLOW = ("kimi_linear",)
+"""Twins whose linear attention runs token by token on a CPU: half the rows."""
 
 
 def _with(layout: ParallelConfig, balance: BalanceConfig) -> ParallelConfig:

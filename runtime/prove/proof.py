@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 
 import torch
@@ -32,6 +33,7 @@ def prove(cases: list[Case], show: bool) -> list[Row]:
     for case in cases:
         start = time.perf_counter()
         actual = run(case, ranks, alone=False)
+        gc.collect()  # a model and its hooks refer to each other
         if rank:
             continue
         dtype = getattr(torch, case.dtype)

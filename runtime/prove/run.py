@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -107,6 +108,22 @@ def run(case: Case, ranks: int, alone: bool, dtype: torch.dtype | None = None) -
     return outcome
 
 
+@cache
+def _meshes(layout: ParallelConfig, ranks: int) -> Meshes:
+    """One set of groups a layout: each gloo group keeps threads for as long as the process lives."""
+    return build_meshes(layout, ranks, "cpu")
+
+
+def _groups(layout: ParallelConfig) -> ParallelConfig:
+    """Only what decides which groups there are."""
+    return ParallelConfig(
+        ep=layout.ep,
+        dp_replicate=layout.dp_replicate,
+        hierarchical=layout.hierarchical,
+        ranks_per_node=layout.ranks_per_node,
+    )
+
+
 def _prepare(case: Case, ranks: int, alone: bool, dtype: torch.dtype | None) -> tuple[nn.Module, Meshes]:
     mixed = case.dtype == "bfloat16"
     own = torch.float32 if mixed else getattr(torch, case.dtype)
@@ -118,7 +135,7 @@ def _prepare(case: Case, ranks: int, alone: bool, dtype: torch.dtype | None) -> 
     if case.lora:
         apply_lora(model, LoraConfig(r=4, alpha=8.0, targets=("attention", "gmm")))
         twins.fill(model, only="_B")
-    meshes = Meshes.alone("cpu") if alone else build_meshes(case.layout, ranks, "cpu")
+    meshes = Meshes.alone("cpu") if alone else _meshes(_groups(case.layout), ranks)
     parallelize(
         model,
         meshes,
@@ -133,11 +150,11 @@ def _prepare(case: Case, ranks: int, alone: bool, dtype: torch.dtype | None) -> 
 
 
 def _alone(step: list[list[Tensor]], case: Case) -> list[Tensor]:
-    """One process takes all ranks' sequences of a micro-batch at once; one rank after another where capacities are
-    a rank's own."""
-    if case.layout.balance.capacity_factor:
-        return [ids for micro in step for ids in micro]
-    return [torch.cat(micro) for micro in step]
+    """One process takes one rank's sequences after another, or all of a micro-batch where their load is joint."""
+    if case.layout.balance.aux_loss:
+        return [torch.cat(micro) for micro in step]
+    # steps that a model rounds to fp32 then see the same bits
+    return [ids for micro in step for ids in micro if len(ids)]
 
 
 def _loss(model: nn.Module, ids: Tensor, real: Tensor) -> Tensor:
