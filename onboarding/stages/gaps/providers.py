@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from kernel_templates.linear_cross_entropy.spec import Spec as LossSpec
 from kernel_templates.moe.spec import Spec as MoeSpec
-from kernel_templates.spec import OperatorSpec
+from kernel_templates.spec import DTYPE_BYTES, OperatorSpec
 from onboarding.architecture import OperatorUse
 from onboarding.devices import Device
 
@@ -59,6 +60,8 @@ def serve_use(use: OperatorUse, spec: OperatorSpec, device: Device, tokens: int,
     """Who runs an operator spec today in torch and transformers alone."""
     if isinstance(spec, MoeSpec):
         return _grouped_mm(spec, tokens, floor_ms)
+    if isinstance(spec, LossSpec):
+        return _loss(use, spec, device, tokens)
     ms = max(floor_ms, eager_ms(device, use.eager_operators, use.eager_flops, use.eager_bytes))
     what = (
         f"{use.eager_operators:,} torch operators, {use.eager_bytes / 1e9:,.1f} GB, counted in the trace; "
@@ -68,6 +71,21 @@ def serve_use(use: OperatorUse, spec: OperatorSpec, device: Device, tokens: int,
         library = KDA_LIBRARY if getattr(spec, "decay", "") == "channel" else GDN_LIBRARY
         return Provided(provider="transformers torch fallback", ms=ms, basis=f"{what}. As a library: {library}")
     return Provided(provider="transformers eager", ms=ms, basis=what)
+
+
+def _loss(use: OperatorUse, spec: LossSpec, device: Device, tokens: int) -> Provided:
+    """The products of the head, then softmax and loss over logits in memory, one after the other."""
+    logits = tokens * spec.vocabulary * DTYPE_BYTES[spec.dtype]
+    # each of the three products reads or writes the logits, x and the weight
+    passes = max(0.0, use.eager_bytes - 3 * (logits + use.bytes_moved))
+    return Provided(
+        provider="transformers eager",
+        ms=eager_ms(device, 0, use.eager_flops, 0.0) + eager_ms(device, use.eager_operators, 0.0, passes),
+        basis=(
+            f"{use.eager_operators:,} torch operators, {passes / 1e9:,.1f} GB beside the products, counted in the trace; "
+            f"at {LINEAR_EFFICIENCY:.0%} of peak, then {EAGER_BANDWIDTH:.0%} of {device.bandwidth:g} TB/s (assumed)"
+        ),
+    )
 
 
 def _grouped_mm(spec: MoeSpec, tokens: int, floor_ms: float) -> Provided:

@@ -149,6 +149,10 @@ def _slots(entries: list[dict[str, Any]], module: nn.Module) -> list[list[tuple[
     return list(slots.values())
 
 
+OWN_FILES = {"linear_cross_entropy": "loss"}
+"""Hooks that stand in a file of their own, with ``install`` and ``mismatch``."""
+
+
 def _swap(
     root: Path,
     hooks: Any,
@@ -161,10 +165,19 @@ def _swap(
     """Give one slot of a module the kernel that fits it best, or note why none does."""
     reasons = []
     for entry, binding in sorted(candidates, key=lambda pair: _distance(checks, name, module, *pair)):
-        reason = checks.mismatch(binding, entry["spec"], module)
+        own = _sibling(root, OWN_FILES[binding["hook"]]) if binding["hook"] in OWN_FILES else None
+        names = checks.attributes(binding)
+        if own is None:
+            reason = checks.mismatch(binding, entry["spec"], module)
+        else:
+            reason = own.mismatch(entry["spec"], module, names)
         if reason is None:
             op = _load_kernel(root, entry).op
-            applied._undo.append(hooks.install(binding, entry, checks.attributes(binding), module, name, op, applied))
+            if own is None:
+                applied._undo.append(hooks.install(binding, entry, names, module, name, op, applied))
+            else:
+                swap = hooks.Swap(entry, binding, names, name, op, applied)
+                applied._undo.append(own.install(hooks, module, swap))
             applied.swapped.setdefault(entry["digest"], []).append(name)
             return
         reasons.append(f"{entry['digest']}: {reason}")

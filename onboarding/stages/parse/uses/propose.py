@@ -10,12 +10,29 @@ from torch import nn
 from kernel_templates.spec import OperatorSpec
 from onboarding.architecture import Binding, Hook, OperatorUse
 from onboarding.stages.parse.leaves import LeafCall
-from onboarding.stages.parse.roles import AUDIO, DENSE, EXPERTS, NORM, RESIDUAL, SHARED, VISION, ModelRoles, epsilon_of
+from onboarding.stages.parse.roles import (
+    AUDIO,
+    DENSE,
+    EXPERTS,
+    HEAD,
+    NORM,
+    RESIDUAL,
+    SHARED,
+    VISION,
+    ModelRoles,
+    epsilon_of,
+)
 from onboarding.stages.parse.structure import Structure
 from onboarding.stages.parse.tracer import ModuleCall, Trace
 from onboarding.stages.parse.uses.experts import ATTRIBUTES, BIASES, prove_experts
 from onboarding.stages.parse.uses.gates import GatedMlp, prove_gated_mlp
+from onboarding.stages.parse.uses.hyper_connections import (
+    HyperConnection,
+    is_hyper_connection,
+    prove_hyper_connection,
+)
 from onboarding.stages.parse.uses.linear_attention import prove_linear_attention
+from onboarding.stages.parse.uses.loss import ProvenLoss, prove_loss
 from onboarding.stages.parse.uses.norms import prove_norm
 from onboarding.stages.parse.uses.short_convolution import prove_short_convolution
 
@@ -67,10 +84,13 @@ class Proposer:
         for operation in self.trace.operations:
             if operation.leaf is not None and operation.phase == "forward":
                 self._leaf(operation.path, operation.leaf)
+        self._loss()
         for known in self.roles.by_kind.values():
             layer = self.structure.layers[known.kind.first]
             for name, child in layer.named_children():
                 unnamed = name in known.mixers and not known.mixers[name] and not known.kernels.get(name)
+                if f"{self.structure.prefix}.{known.kind.first}.{name}" in self.result.owner:
+                    continue
                 if known.roles.get(name) == RESIDUAL or unnamed:
                     self.result.novel.append(type(child).__qualname__)
         self.result.novel = list(dict.fromkeys(self.result.novel))
@@ -90,7 +110,7 @@ class Proposer:
     def _module(self, call: ModuleCall, module: nn.Module) -> None:
         role = self.roles.role(call.path)
         dtype = _DTYPES.get(call.dtype)
-        if dtype is None:
+        if dtype is None or self._within_another(call.path):
             return
         if role == NORM:
             width = call.shapes[0][-1]
@@ -111,6 +131,24 @@ class Proposer:
                 self._unproven(module, "gated feed-forward")
                 return
             self._add(proven.spec, call, module, "gated_mlp", proven.attributes, role)
+        elif is_hyper_connection(module, call.shapes):
+            constants = tuple(v for v in vars(module).values() if isinstance(v, (int, float)))
+            streams: HyperConnection | None = self._once(
+                (type(module), call.shapes, constants, dtype),
+                lambda: prove_hyper_connection(module, call.shapes, dtype),
+            )
+            if streams is None:
+                self._unproven(module, "hyper-connection")
+                return
+            self._add(streams.spec, call, module, "hyper_connection", streams.attributes, RESIDUAL)
+
+    def _within_another(self, path: str) -> bool:
+        """Whether a kernel takes the place of a module around this one, with all that is inside."""
+        while path := path.rpartition(".")[0]:
+            owner = self.found.get(self.result.owner.get(path, ""))
+            if owner is not None and owner.spec.family == "hyper_connection":
+                return True
+        return False
 
     def _leaf(self, path: str, leaf: LeafCall) -> None:
         module = self.model.get_submodule(path)
@@ -142,6 +180,19 @@ class Proposer:
                 self._unproven(module, f"short convolution {leaf.name}")
                 return
             self._add(spec, call, module, "short_convolution", {}, "short convolution", marked.attribute, leaf)
+
+    def _loss(self) -> None:
+        """The head and the loss, which are one operator of the whole model."""
+        call = next((c for c in self.trace.calls if self.roles.role(c.path) == HEAD and c.dtype in _DTYPES), None)
+        if call is None:
+            return
+        proven: ProvenLoss | None = prove_loss(self.model, self.structure.decoder_prefix, _DTYPES[call.dtype])
+        if proven is None:
+            self._unproven(self.model, "linear head with cross-entropy")
+            return
+        whole = ModuleCall(path="", shapes=call.shapes, dtype=call.dtype)
+        self._add(proven.spec, whole, self.model, "linear_cross_entropy", {"head": proven.head}, "head and loss")
+        self.result.owner[proven.head] = proven.spec.digest()
 
     def _norm_role(self, path: str, gated: bool) -> str:
         index = self.roles.layer_of(path)
@@ -218,7 +269,7 @@ def _rows(spec: OperatorSpec, call: ModuleCall) -> int:
     if spec.family == "linear_attention":  # heads lie between tokens and channels
         return int(shape[0] * shape[1])
     rows: int = 1
-    for size in shape[:-1]:
+    for size in shape[: -2 if spec.family == "hyper_connection" else -1]:
         rows *= size
     return rows
 
