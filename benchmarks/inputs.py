@@ -24,6 +24,7 @@ def make(benchmark: Benchmark, device: torch.device, seed: int = 0) -> dict[str,
         "norm": _rows,
         "gated_activation": _rows,
         "short_convolution": _convolution,
+        "hyper_connection": _streams,
         "moe": _experts,
         "linear_attention": _attention,
     }
@@ -46,6 +47,17 @@ def _convolution(benchmark: Benchmark, normal: Any) -> dict[str, Tensor | None]:
     spec: Any = benchmark.spec
     x, weight = normal(1, benchmark.tokens, spec.channels), normal(spec.channels, spec.width, scale=spec.width**-0.5)
     return {"x": x, "weight": weight, "cu_seqlens": None}
+
+
+def _streams(benchmark: Benchmark, normal: Any) -> dict[str, Tensor | None]:
+    spec: Any = benchmark.spec
+    size = spec.streams * spec.hidden
+    return {
+        "x": normal(1, benchmark.tokens, spec.streams, spec.hidden),
+        "fn": normal(spec.columns, size, scale=size**-0.5),
+        "base": normal(spec.columns, dtype=torch.float32),
+        "scale": normal(spec.parts, dtype=torch.float32),
+    }
 
 
 def _experts(benchmark: Benchmark, normal: Any) -> dict[str, Tensor | None]:

@@ -76,6 +76,35 @@ def torch_conv1d(benchmark: Benchmark, t: Inputs) -> Call:
     return call
 
 
+def transformers_hyper_connection(benchmark: Benchmark, t: Inputs) -> Call:
+    """transformers' own module of GLM-5.3-Flash, eager; what it collapses to."""
+    module = _hyper_connection(benchmark)
+    parameters = {name: t[name] for name in ("fn", "base", "scale")}
+    return lambda: torch.func.functional_call(module, parameters, (t["x"],))[2]
+
+
+def compiled_hyper_connection(benchmark: Benchmark, t: Inputs) -> Call:
+    """The same through torch.compile."""
+    module = _hyper_connection(benchmark)
+    parameters = {name: t[name] for name in ("fn", "base", "scale")}
+    compiled = torch.compile(lambda x: torch.func.functional_call(module, parameters, (x,))[2])
+    return lambda: compiled(t["x"])
+
+
+def _hyper_connection(benchmark: Benchmark) -> torch.nn.Module:
+    spec: Any = benchmark.spec
+    make = _imported("transformers.models.glm5_next.modeling_glm5_next", "Glm5NextTextHyperConnection")
+    config = SimpleNamespace(
+        hc_mult=spec.streams,
+        hidden_size=spec.hidden,
+        hc_eps=spec.floor,
+        rms_norm_eps=spec.eps,
+        hc_sinkhorn_iters=spec.rounds,
+    )
+    module: torch.nn.Module = make(config)
+    return module
+
+
 def transformers_grouped_mm(benchmark: Benchmark, t: Inputs) -> Call:
     """transformers' grouped_mm experts on the same weights."""
     from transformers.integrations import moe
@@ -117,6 +146,8 @@ PEERS: dict[str, Callable[[Benchmark, Inputs], Call]] = {
     "fla.rms_norm_gated": fla_rms_norm_gated,
     "fla.causal_conv1d": fla_causal_conv1d,
     "torch.conv1d": torch_conv1d,
+    "transformers.hyper_connection": transformers_hyper_connection,
+    "torch.compile.hyper_connection": compiled_hyper_connection,
     "transformers.grouped_mm": transformers_grouped_mm,
     "fla.kda": fla_kda,
     "fla.gated_delta_rule": fla_gated_delta_rule,

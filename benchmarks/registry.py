@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kernel_templates.gated_activation.spec import Spec as GatedActivation
+from kernel_templates.hyper_connection.spec import Spec as HyperConnection
 from kernel_templates.linear_attention.spec import Spec as LinearAttention
 from kernel_templates.moe.spec import Spec as Experts
 from kernel_templates.norm.spec import Spec as Norm
@@ -105,6 +106,13 @@ BENCHMARKS: tuple[Benchmark, ...] = (
         peers=("fla.causal_conv1d", "torch.conv1d"),
         tiny={"channels": 24},
     ),
+    Benchmark(
+        name="hyper_connection_32768x4x4096",
+        spec=HyperConnection(hidden=4096),
+        tokens=32768,
+        peers=("transformers.hyper_connection", "torch.compile.hyper_connection"),
+        tiny={"hidden": 24},
+    ),
     _experts("experts_e256_k8_d2304_i1024_t8192", 8192, 256, 8, 2304, 1024, False),
     _experts("experts_e256_k8_d2304_i1024_t8192", 8192, 256, 8, 2304, 1024, True),
     _experts("experts_e128_k8_d2048_i768_t16384", 16384, 128, 8, 2048, 768, False),
@@ -132,6 +140,9 @@ VARIANTS: dict[str, OperatorSpec] = {
     "short convolution": ShortConvolution(channels=12288),
     "short convolution, bias, states": ShortConvolution(channels=6144, bias=True, states=True),
     "short convolution, 3 taps, no activation": ShortConvolution(channels=2048, width=3, activation="none"),
+    "hyper-connection": HyperConnection(hidden=4096),
+    "hyper-connection, independent": HyperConnection(hidden=4096, rounds=0, post_factor=1.5, post_floor=1e-6),
+    "hyper-connection, collapse": HyperConnection(hidden=4096, rounds=0, post=False),
     "experts": Experts(experts=256, top_k=8, hidden=2304, intermediate=1024),
     "experts, gelu, interleaved": Experts(
         experts=64, top_k=4, hidden=1024, intermediate=512, activation="gelu", gate_up_layout="interleaved"

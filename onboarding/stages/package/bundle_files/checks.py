@@ -44,6 +44,8 @@ def mismatch(binding: dict[str, Any], spec: dict[str, Any], module: nn.Module) -
         return _limit_mismatch(spec, module) or _activation_mismatch(spec, module)
     if hook == "experts":
         return _experts_mismatch(spec, module)
+    if hook == "hyper_connection":
+        return _streams_mismatch(spec, module, names)
     if not binding.get("function"):
         return "the binding names no function"
     return None
@@ -78,6 +80,24 @@ def _experts_mismatch(spec: dict[str, Any], module: nn.Module) -> str | None:
         apply_gate: Any = module._apply_gate
         same = torch.allclose(apply_gate(gate_up), gated(spec, gate, up), rtol=1e-4, atol=1e-5)
     return None if same else "its activation computes something else"
+
+
+def _streams_mismatch(spec: dict[str, Any], module: nn.Module, names: dict[str, str]) -> str | None:
+    found: dict[str, Any] = {n: getattr(module, names.get(n, ""), None) for n in ("fn", "base", "scale")}
+    if not all(isinstance(t, Tensor) for t in found.values()):
+        return "parameters by other names"
+    n = spec["streams"]
+    columns = n * (1 + spec["post"] + (n if spec["rounds"] else 0))
+    if found["fn"].shape[0] != columns or found["fn"].shape[1] % n:
+        return f"a projection {tuple(found['fn'].shape)} where the kernel has {columns} rows"
+    norms = [vars(c).get(e) for c in module.children() for e in EPS_NAMES if isinstance(vars(c).get(e), float)]
+    if norms != [spec["eps"]]:
+        return f"eps {norms} where the kernel has {spec['eps']}"
+    numbers = [v for v in vars(module).values() if isinstance(v, (int, float)) and not isinstance(v, bool)]
+    for name, always in (("floor", 0.0), ("rounds", 0), ("post_factor", 2.0)):
+        if spec[name] != always and spec[name] not in numbers:
+            return f"no constant {spec[name]} ({name}) as the kernel has"
+    return None
 
 
 def _limit_mismatch(spec: dict[str, Any], module: nn.Module) -> str | None:
