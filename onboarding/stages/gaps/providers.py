@@ -82,7 +82,7 @@ def _loss(use: OperatorUse, spec: LossSpec, device: Device, tokens: int) -> Prov
         provider="transformers eager",
         ms=eager_ms(device, 0, use.eager_flops, 0.0) + eager_ms(device, use.eager_operators, 0.0, passes),
         basis=(
-            f"{use.eager_operators:,} torch operators, {passes / 1e9:,.1f} GB beside the products, counted in the trace; "
+            f"{use.eager_operators:,} torch operators, {passes / 1e9:,.1f} GB beside the products, counted; "
             f"at {LINEAR_EFFICIENCY:.0%} of peak, then {EAGER_BANDWIDTH:.0%} of {device.bandwidth:g} TB/s (assumed)"
         ),
     )
