@@ -1,0 +1,152 @@
+"""How the outputs of a layer's parts join the stream: algebra on the values of one step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from onboarding.architecture import ResidualRole
+from onboarding.stages.parse.understand.compare import same
+from onboarding.stages.parse.understand.ledger import IDENTITY, Ledger
+from onboarding.stages.parse.understand.novel import keep_subgraph
+from onboarding.stages.parse.understand.observe import Observation
+from onboarding.stages.parse.understand.parts import LayerView, Part
+
+EXACT = 1e-4
+
+
+@dataclass(frozen=True)
+class _Term:
+    """A value that may be added to the stream."""
+
+    part: Part
+    value: Tensor
+
+
+def understand_residual(view: LayerView, step: Observation, ledger: Ledger) -> ResidualRole:
+    """The residual kind of a layer, proven by writing its output as a sum."""
+    x, y = _stream(view)
+    if x is None or y is None:
+        ledger.unproven("residual", "residual", "the layer's input and output differ in shape")
+        return ResidualRole(kind="novel")
+    terms = _terms(view, step)
+    if terms and y.numel() > terms[0].value.numel() and y.numel() % terms[0].value.numel() == 0:
+        return _hyper(view, x, y, terms, ledger)
+    for others in _others(view, terms):
+        columns = [x, *(t.value for t in others)]
+        error, fit = fit_sum(columns, y)
+        if error <= EXACT:
+            return _sum_role(view, x, others, fit, error, ledger)
+    keep = [p for p in view.of("other") if p.call.results()]
+    for part in keep:
+        keep_subgraph(part.call, "residual", ledger)
+    if not keep:
+        ledger.unproven("residual", "residual", f"the output is no sum of the stream and the parts ({error:.0e})")
+    return ResidualRole(kind="novel")
+
+
+def _stream(view: LayerView) -> tuple[Tensor | None, Tensor | None]:
+    floats = [t for t in view.call.tensors() if t.is_floating_point() and t.dim() >= 3]
+    made = [t for t in view.call.results() if t.is_floating_point()]
+    if not floats or not made or floats[0].numel() != made[0].numel():
+        return None, None
+    return floats[0].detach().double(), made[0].detach().double()
+
+
+def _terms(view: LayerView, step: Observation) -> list[_Term]:
+    """For each mixer and feed-forward what the layer takes from it: its output, or its norm's if that follows."""
+    terms = []
+    rest = [p for p in view.parts if p.role in ("norm", "other")]
+    for part in view.parts:
+        if part.role not in ("mixer", "feed-forward"):
+            continue
+        value = part.output
+        moved = True
+        while moved:  # a post norm, then perhaps a convolution
+            moved = False
+            for follower in rest:
+                if follower.call.position > part.call.position and _reads(follower, value):
+                    value, moved = follower.output, True
+                    break
+        terms.append(_Term(part, value))
+    return terms
+
+
+def _reads(part: Part, value: Tensor) -> bool:
+    return any(t is value or (t.shape == value.shape and same(t, value)) for t in part.call.tensors()[:1])
+
+
+def _others(view: LayerView, terms: list[_Term]) -> list[list[_Term]]:
+    """Sets of terms to try: all; all and what other parts made."""
+    extra = [_Term(p, p.output) for p in view.of("other")]
+    norms = [_Term(p, p.output) for p in view.of("norm")]
+    return [terms, [*terms, *extra], [*terms, *extra, *norms]]
+
+
+def fit_sum(columns: list[Tensor], y: Tensor) -> tuple[float, list[float]]:
+    """Least squares of ``y`` in the columns: relative residual and coefficients."""
+    flat = [c.detach().double().reshape(-1) for c in columns]
+    if any(c.numel() != y.numel() for c in flat):
+        flat = [c for c in flat if c.numel() == y.numel()]
+    a = torch.stack(flat, dim=1)
+    fit = torch.linalg.lstsq(a, y.reshape(-1, 1), driver="gelsd").solution
+    error = float((a @ fit - y.reshape(-1, 1)).norm() / y.norm().clamp_min(1e-12))
+    return error, [float(v) for v in fit.flatten()]
+
+
+def _sum_role(
+    view: LayerView, x: Tensor, terms: list[_Term], fit: list[float], error: float, ledger: Ledger
+) -> ResidualRole:
+    kept = fit[0]
+    scales = sorted({float(f"{f:.4g}") for f in fit[1:] if abs(f) > 1e-6})
+    scaled = abs(kept - 1) > 1e-3 or any(abs(s - 1) > 1e-3 for s in scales)
+    parallel = _parallel(view, x, terms)
+    if abs(kept) < 1e-6:
+        kind, words = "none", "the stream is replaced"
+    else:
+        kind = "parallel" if parallel else "scaled" if scaled else "plain"
+        factors = f", factors {', '.join(f'{s:g}' for s in scales)}" if scaled else ""
+        words = {"parallel": "parallel", "scaled": "scaled", "plain": "plain"}[kind] + factors
+    ledger.claim("residual", f"residual: {words}", IDENTITY + " (least squares)", error, EXACT)
+    return ResidualRole(kind=kind, scale=scales[0] if scaled and scales else 1.0)
+
+
+def _parallel(view: LayerView, x: Tensor, terms: list[_Term]) -> bool:
+    """Feed-forward and mixer read the same stream: the feed-forward's input does not hold the mixer's output."""
+    mixers = [t for t in terms if t.part.role == "mixer"]
+    forwards = [t for t in terms if t.part.role == "feed-forward"]
+    if not mixers or not forwards:
+        return False
+    source = forwards[0].part.input
+    norm = next((p for p in view.of("norm") if p.output is source or same(p.output, source)), None)
+    stream = (norm.input if norm else source).detach().double()
+    return same(stream.reshape(-1), x.reshape(-1))
+
+
+def _hyper(view: LayerView, x: Tensor, y: Tensor, terms: list[_Term], ledger: Ledger) -> ResidualRole:
+    """Several streams: y[n] = sum_m C[m, n] x[m] + post[n] part, C and post of each token free.
+
+    Both sites (mixer, feed-forward) act in turn, so the whole is y = C x + post_2 f + (C_2 post_1) m: for each token a
+    linear combination of the streams and the two outputs.
+    """
+    width = terms[0].value.shape[-1]
+    streams = y.shape[-1] * (y.shape[-2] if y.dim() == 4 else 1) // width
+    rows = y.reshape(-1, streams, width)
+    inputs = x.reshape(-1, streams, width)
+    parts = torch.stack([t.value.detach().double().reshape(-1, width) for t in terms], dim=1)
+    a = torch.cat([inputs, parts], dim=1).transpose(1, 2)
+    # by pseudo-inverse: in the first layer all streams are equal
+    fit = torch.linalg.pinv(a, rtol=1e-7) @ rows.transpose(1, 2)
+    error = float((a @ fit - rows.transpose(1, 2)).norm() / rows.norm().clamp_min(1e-12))
+    mixing = fit[:, :streams]
+    eye = torch.eye(streams, dtype=mixing.dtype)
+    kept = bool((mixing - eye).abs().max() < 1e-3)
+    doubly = bool(((mixing.sum(1) - 1).abs().max() < 2e-2) and ((mixing.sum(2) - 1).abs().max() < 2e-2))
+    how = "streams kept" if kept else "streams mixed doubly stochastically" if doubly else "streams mixed"
+    words = f"hyper-connections, {streams} streams, {how}"
+    if ledger.claim("residual", words, "least squares of each token in streams and part outputs", error, 1e-3):
+        for part in view.of("other"):
+            keep_subgraph(part.call, "residual", ledger)
+    return ResidualRole(kind="hyper-connections", streams=streams)
