@@ -101,7 +101,14 @@ class LLMPolicy:
 
     def _repairer(self, state: SearchState, broken: Try, source: str) -> Draft:
         history = [t for t in state.tries if t.number != broken.number and t.reasons]
-        asked = repairer.question(state.spec, broken=broken, source=source, history=history, lessons=state.lessons)
+        asked = repairer.question(
+            state.spec,
+            broken=broken,
+            source=source,
+            history=history,
+            lessons=state.lessons,
+            sample=sum(t.parent == broken.number for t in state.tries),
+        )
         answer, entry = self.caller.ask(asked, repairer.Repair)
         try:
             changed = repairer.apply(answer, source)

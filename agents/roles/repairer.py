@@ -38,7 +38,9 @@ class EditError(ValueError):
     """An edit does not fit the source."""
 
 
-def question(spec: dict[str, Any], *, broken: Try, source: str, history: list[Try], lessons: list[str]) -> Question:
+def question(
+    spec: dict[str, Any], *, broken: Try, source: str, history: list[Try], lessons: list[str], sample: int = 0
+) -> Question:
     """What the repairer is asked.
 
     Args:
@@ -46,6 +48,7 @@ def question(spec: dict[str, Any], *, broken: Try, source: str, history: list[Tr
         source: its source, without the contract that we add.
         history: other tries, oldest first.
         lessons: of earlier searches.
+        sample: how often it was repaired before.
     """
     judged = "verdict of the judge" if broken.refused else f"what the check after '{RUNGS[broken.rung]}' says"
     data = operator_data(spec)
@@ -61,7 +64,7 @@ def question(spec: dict[str, Any], *, broken: Try, source: str, history: list[Tr
         "Repair the candidate. Find the cause first; a change that only hides the failing case will be refused on the "
         "next one. Answer with the diagnosis and either edits or the whole source."
     )
-    return Question(role=ROLE, system=guide(), task=task, data=tuple(data))
+    return Question(role=ROLE, system=guide(), task=task, data=tuple(data), sample=sample)
 
 
 def apply(repair: Repair, source: str) -> str:

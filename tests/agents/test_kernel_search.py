@@ -138,9 +138,14 @@ def test_unknown_operator_is_refused(tmp_path: Path) -> None:
         kernel_search.run_step(dataclasses.replace(context(tmp_path, "judge"), key="b" * 16))
 
 
+def _die(source: str) -> list[str]:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return []
+
+
 def _killed_in_check(home: Path) -> None:
     sys.modules["onboarding.stages.generate.stage"] = SimpleNamespace(run=_count_and_generate)  # type: ignore[assignment]
-    kernel_search.template_findings = lambda source: os.kill(os.getpid(), signal.SIGKILL)
+    kernel_search.template_findings = _die
     kernel_search.run_step(context(home, "generate"))
 
 
