@@ -109,6 +109,12 @@ def kept_in_float32(model: nn.Module) -> set[str]:
     return kept
 
 
+def text_config(model: nn.Module) -> Any:
+    """The language model's fields of a model's config."""
+    config: Any = model.config
+    return config.get_text_config()
+
+
 def blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Name and module of the language model's blocks: the longest shallow module list outside towers.
 

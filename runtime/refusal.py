@@ -24,4 +24,4 @@ class Refused(Exception):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, as the command line prints it."""
-        return {"kind": self.kind, "title": self.title, "detail": self.detail, "extra": self.extra}
+        return {"problem": self.kind, "title": self.title, "detail": self.detail, "extra": self.extra}

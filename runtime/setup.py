@@ -161,7 +161,7 @@ def start(world: World) -> torch.device:
         if "MASTER_ADDR" in os.environ:
             dist.init_process_group(backend)
         else:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     return device
 
 
@@ -198,7 +198,7 @@ def assemble(checked: Checked, world: World, device: torch.device) -> Ready:
         isolated = prove_isolation(model, boundaries, lambda ids, at: model(input_ids=ids, position_ids=at))
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                module.reshard()  # type: ignore[no-untyped-call]  # a forward alone leaves the root's weights whole
+                module.reshard()  # a forward alone leaves the root's weights whole
     return Ready(model=model, meshes=meshes, boundaries=boundaries, cache=cache, applied=applied, isolated=isolated)
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from api.cli import output
+from api.cli.finetune import finetune
 from onboarding.problem import Problem
 
 if TYPE_CHECKING:
@@ -233,6 +234,9 @@ def demo(
     from api.cli.service import run_demo
 
     run_demo(to, profile)
+
+
+app.command()(finetune)
 
 
 @bundle.command("verify")

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load as load_state
 
 from runtime.checkpoint import folder, remote
 from runtime.checkpoint.state import State
@@ -73,7 +74,7 @@ def load(checkpoint: Path, state: State) -> None:
     Raises:
         Refused: ``checkpoint-of-another-run`` where a tensor is missing or has another shape.
     """
-    reader = dcp.FileSystemReader(checkpoint)
+    reader = FileSystemReader(checkpoint)
     saved = reader.read_metadata().state_dict_metadata
     missing = sorted(set(state) - set(saved))
     if missing:
@@ -84,7 +85,7 @@ def load(checkpoint: Path, state: State) -> None:
         if size is not None and tuple(size) != tuple(value.shape):
             detail = f"{name} is {tuple(size)} there and {tuple(value.shape)} here"
             raise Refused("checkpoint-of-another-run", f"{checkpoint} is of another model", detail)
-    dcp.load(state, storage_reader=reader)
+    load_state(state, storage_reader=reader)
 
 
 def _broken(path: Path) -> list[str]:

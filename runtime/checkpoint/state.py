@@ -69,4 +69,4 @@ def _on_host(value: Tensor) -> Tensor:
     copy = local(value).detach().to("cpu", copy=True)
     if not isinstance(value, DTensor):
         return copy
-    return DTensor(copy, value._spec, requires_grad=False)
+    return DTensor(copy, value._spec, requires_grad=False)  # type: ignore[no-untyped-call]

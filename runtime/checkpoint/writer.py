@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from runtime.checkpoint import folder, remote
 from runtime.checkpoint.state import State, staged
@@ -97,8 +98,8 @@ class Writer:
         failure = None
         self._digests: dict[str, str] = {}
         try:
-            writer = dcp.FileSystemWriter(partial, single_file_per_rank=True, sync_files=True)
-            dcp.save(state, storage_writer=writer, process_group=self._group)
+            writer = FileSystemWriter(partial, single_file_per_rank=True, sync_files=True)
+            save(state, storage_writer=writer, process_group=self._group)
             if self._rank == 0:
                 (partial / folder.RUN).write_text(json.dumps(run))
             mine = [p for p in partial.glob("*") if p.name.startswith(f"__{self._rank}_")]

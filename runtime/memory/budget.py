@@ -19,7 +19,7 @@ from torch import nn
 
 from runtime.checkpoint.state import local
 from runtime.config import RunConfig
-from runtime.model import blocks
+from runtime.model import blocks, text_config
 from runtime.refusal import Refused
 
 GIB = 1 << 30
@@ -79,7 +79,7 @@ def plan(model: nn.Module, config: RunConfig, device: torch.device, output: Path
     found = [block for _, block in blocks(model)]
     gathered = 0
     if world_size > 1:
-        itemsize = getattr(torch, config.model.dtype).itemsize
+        itemsize = itemsize_of(config)
         whole = sorted((sum(p.numel() for p in b.parameters() if _is_sharded(p)) for b in found), reverse=True)
         gathered = sum(whole[:2]) * itemsize  # the block that runs and the one that is fetched
     budget.device = {
@@ -122,9 +122,9 @@ def refuse_too_large(budget: Budget) -> None:
 
 def activations(model: nn.Module, config: RunConfig) -> int:
     """Estimate for one micro-batch of one rank."""
-    itemsize = getattr(torch, config.model.dtype).itemsize
+    itemsize = itemsize_of(config)
     tokens = config.step.microbatch * config.data.sequence_length
-    hidden = int(model.config.get_text_config().hidden_size)  # type: ignore[operator]
+    hidden = int(text_config(model).hidden_size)
     per_block = [_saved(b) * tokens * itemsize for _, b in blocks(model)]
     inputs = len(per_block) * hidden * tokens * itemsize
     return inputs + (sum(per_block) if config.memory.recompute == "none" else max(per_block, default=0))
@@ -132,10 +132,16 @@ def activations(model: nn.Module, config: RunConfig) -> int:
 
 def logits(model: nn.Module, config: RunConfig) -> int:
     """Logits, their float32 copy and their gradient, of the tokens that have them at one time."""
-    vocabulary = int(model.config.get_text_config().vocab_size)  # type: ignore[operator]
+    vocabulary = int(text_config(model).vocab_size)
     tokens = config.step.microbatch * config.data.sequence_length
     chunk = min(config.memory.loss_chunk or tokens, tokens)
-    return chunk * vocabulary * (2 * getattr(torch, config.model.dtype).itemsize + 4 + 4)
+    return chunk * vocabulary * (2 * itemsize_of(config) + 4 + 4)
+
+
+def itemsize_of(config: RunConfig) -> int:
+    """Bytes of one number in the run's precision."""
+    dtype: torch.dtype = getattr(torch, config.model.dtype)
+    return dtype.itemsize
 
 
 def available(device: torch.device, output: Path, config: RunConfig) -> dict[str, int]:

@@ -37,9 +37,10 @@ def install_loss(model: nn.Module, chunk: int) -> None:
         outputs = base(input_ids=input_ids, position_ids=position_ids, use_cache=False)
         hidden = outputs.last_hidden_state.flatten(0, 1)[None]
         total = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
-        flat = zip(input_ids.flatten()[None].split(chunk, 1), labels.flatten()[None].split(chunk, 1), strict=True)
-        for piece, (ids, targets) in zip(hidden.split(chunk, 1), flat, strict=True):
-            total = total + _chunk_loss(own, base, outputs, piece, ids, targets)
+        ids, targets = input_ids.flatten()[None], labels.flatten()[None]
+        for begin in range(0, ids.shape[1], chunk):
+            part = slice(begin, begin + chunk)
+            total = total + _chunk_loss(own, base, outputs, hidden[:, part], ids[:, part], targets[:, part])
         return total
 
     model.forward = MethodType(forward, model)

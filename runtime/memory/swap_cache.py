@@ -107,7 +107,7 @@ class SwapCache:
         self._profile: list[Profile] = []
         self._asked: set[Key] = set()
         """What recomputation wanted in the measured pass: it stops early, so a block's last product is not."""
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._blocks: dict[int, dict[int, Kept]] = {}
         self._block = -1
         self._passes = 0
@@ -245,7 +245,7 @@ class SwapCache:
         if self._stream is None:
             yield None
             return
-        event = torch.cuda.Event()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
             yield event
@@ -267,11 +267,11 @@ class SwapCache:
         return value
 
 
-class _Keep(TorchDispatchMode):
+class _Keep(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Forward: offers results to the cache, and measures operators in the first pass."""
 
     def __init__(self, cache: SwapCache, block: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.cache, self.block, self.number = cache, block, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -292,7 +292,7 @@ class _Keep(TorchDispatchMode):
     def _measured(self, key: Key, name: str, func: Any, args: Any, kwargs: Any) -> Any:
         events = None
         if self.cache.device.type == "cuda":
-            events = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+            events = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
             events[0].record()
         begun = time.perf_counter()
         results = func(*args, **kwargs)
@@ -305,19 +305,19 @@ class _Keep(TorchDispatchMode):
         return results
 
 
-class _Reuse(TorchDispatchMode):
+class _Reuse(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Recomputation: hands out what was kept."""
 
     def __init__(self, cache: SwapCache, block: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.cache, self.block, self.number = cache, block, 0
 
     def __enter__(self) -> Any:
         self.cache.begin_recompute(self.block)
-        return super().__enter__()
+        return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
         self.cache.end_recompute(self.block)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

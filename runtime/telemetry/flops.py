@@ -21,7 +21,7 @@ from typing import Any
 
 from torch import nn
 
-from runtime.model import blocks, in_tower
+from runtime.model import blocks, in_tower, text_config
 
 PEAK_TFLOPS = {
     "H100 PCIe": 756.0,
@@ -53,8 +53,8 @@ def count(model: nn.Module, length: int) -> Flops:
         model: with the trained parameters marked.
         length: tokens of a row.
     """
-    config: Any = model.config.get_text_config()  # type: ignore[operator]
-    share = _expert_share(config)
+    config = text_config(model)
+    share = expert_share(config)
     by_kind: dict[str, float] = {}
     passed = 0.0
     trained = 0.0
@@ -94,7 +94,7 @@ def _weight_cost(name: str, parameter: nn.Parameter, expert_share: float) -> flo
     return 2.0 * parameter.numel()
 
 
-def _expert_share(config: Any) -> float:
+def expert_share(config: Any) -> float:
     """Share of the routed experts that one token goes to."""
     experts = _first(config, "n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
     chosen = _first(config, "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k_experts")
