@@ -1,10 +1,10 @@
 """Compare the candidate's tensors with the reference, layer by layer.
 
 Every error is taken against the reference in the higher precision. The tolerance of a tensor is the project's rule
-max(k e, floor of the dtype) with k = 1.5: e is the largest error that the reference itself makes in the lower
-precision, over several runs whose weights differ by less than one unit in the last place. So e holds what rounding does
-at this depth, and how much the model amplifies it; the floor allows for another order of summation where the
-reference happens to be lucky.
+max(k e, floor of the dtype) with k = 1.5 (more for a tensor with few effective elements, as in the judge): e is the
+largest error that the reference itself makes in the lower precision, over several runs whose weights differ by less
+than one unit in the last place. So e holds what rounding does at this depth, and how much the model amplifies it; the
+floor allows for another order of summation where the reference happens to be lucky.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kernel_templates.tolerance import FACTOR, FLOORS
 from onboarding.stages.align.result import LayerError
+from onboarding.stages.judge.oracle import effective_count, luck
 
 Tensors = Mapping[str, Tensor]
 INFINITE = 1e30
@@ -40,11 +41,17 @@ def compare_layers(
         if not expected.is_floating_point():
             continue
         spread = max(relative_rms(run.get(name), expected) for run in low)
-        tolerance = max(FACTOR * spread, FLOORS[dtype])
+        tolerance = max(_factor(name, low, expected) * spread, FLOORS[dtype])
         rows.append(_row(name, candidate.get(name), expected, tolerance, letters))
     extra = [name for name in candidate if name.startswith("gradient.") and name not in high]
     rows += [_row(name, None, candidate[name], FLOORS[dtype], letters) for name in extra]
     return rows
+
+
+def _factor(name: str, low: Sequence[Tensors], expected: Tensor) -> float:
+    """k: 1.5, and what chance makes of it for a tensor with few effective elements, by the judge's rule."""
+    errors = [(run[name].double() - expected.double()).square() for run in low if name in run]
+    return luck(effective_count(torch.stack(errors).mean(0))) if errors and expected.numel() else FACTOR
 
 
 def relative_rms(actual: Tensor | None, expected: Tensor) -> float:
