@@ -16,6 +16,7 @@ FAMILIES = (
     "short_convolution",
     "hyper_connection",
     "linear_cross_entropy",
+    "rotary",
 )
 
 
