@@ -16,6 +16,7 @@ Hook = Literal[
     "gated_mlp",
     "experts",
     "linear_attention",
+    "state_space",
     "short_convolution",
     "hyper_connection",
     "linear_cross_entropy",

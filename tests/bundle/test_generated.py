@@ -1,4 +1,4 @@
-"""Kernels as they are generated, found by parse and put into a reduced twin: loss and every gradient stay the model's."""
+"""Kernels as generated, found by parse and put into a reduced twin: loss and every gradient stay the model's."""
 
 from __future__ import annotations
 
@@ -31,10 +31,18 @@ MODELS: dict[str, tuple[dict[str, Any], set[str]]] = {
     "deepseek_v4": ({"model_type": "deepseek_v4"}, {"hyper_connection"}),
     "hy_v4": ({"model_type": "hy_v4"}, {"hyper_connection"}),
     "lfm2": ({"model_type": "lfm2", "layer_types": ["conv", "full_attention"] * 16}, {"short_convolution"}),
-    "mamba2": ({"model_type": "mamba2"}, {"short_convolution"}),
+    "mamba2": ({"model_type": "mamba2"}, {"short_convolution", "linear_attention"}),
+    "bamba": ({"model_type": "bamba"}, {"short_convolution", "linear_attention"}),
+    "falcon_h1": ({"model_type": "falcon_h1"}, {"short_convolution", "linear_attention"}),
+    "granitemoehybrid": (
+        {"model_type": "granitemoehybrid", "layer_types": ["mamba", "attention"] * 16},
+        {"short_convolution", "linear_attention"},
+    ),
+    "zamba2": ({"model_type": "zamba2"}, {"short_convolution", "linear_attention"}),
+    "nemotron_h": ({"model_type": "nemotron_h"}, {"short_convolution", "linear_attention"}),
     "jamba": ({"model_type": "jamba"}, {"short_convolution"}),
 }
-FAST = {"hy_v4", "lfm2"}
+FAST = {"hy_v4", "lfm2", "mamba2"}
 
 
 def step(model: Any, ids: torch.Tensor) -> tuple[float, dict[str, torch.Tensor]]:

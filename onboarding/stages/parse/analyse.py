@@ -238,7 +238,7 @@ def _blocks(roles: ModelRoles, trace: Trace) -> tuple[list[BlockKind], str]:
                 active_parameters=active,
                 flops=totals[kind.first][0],
                 bytes_moved=totals[kind.first][1],
-                sequence_dependent=any(leaf.kind in ("linear_attention", "scan") for leaf in called)
+                sequence_dependent=any(leaf.kind in ("linear_attention", "state_space", "scan") for leaf in called)
                 or any(known.kernels.values()),
                 growth=growth.get(kind.first),
                 sparse_memory_access=bool(known.experts) or any(leaf.facts.get("top_k") for leaf in called),

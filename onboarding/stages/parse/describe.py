@@ -35,7 +35,7 @@ def _leaf_words(module: nn.Module, leaf: LeafCall) -> str:
     facts = leaf.facts
     if leaf.kind == "linear_attention":
         return "KDA" if facts["decay"] == "channel" else "gated delta rule"
-    if leaf.kind == "scan":
+    if leaf.kind in ("scan", "state_space"):
         return _kernel_words(leaf.name)
     heads, keys = facts["query_heads"], facts["key_heads"]
     if any(hasattr(child, "kv_lora_rank") for child in module.modules()):

@@ -43,6 +43,11 @@ def eager_costs(uses: list[OperatorUse], trace: Trace, owners: list[str], repeat
             use.eager_operators += round(times * count * tokens)
             use.eager_flops += times * flops * tokens
             use.eager_bytes += times * moved * tokens
+        elif operation.leaf.kind == "state_space" and operation.phase == "forward":
+            count, flops, moved = _state_space_cost(operation.leaf)
+            use.eager_operators += round(times * count)
+            use.eager_flops += times * flops
+            use.eager_bytes += times * moved
         elif operation.leaf.kind == "short_convolution" and operation.phase == "forward":
             count, flops, moved = _convolution_cost(operation.leaf)
             use.eager_operators += round(times * count)
@@ -75,6 +80,23 @@ def _fallback_cost(leaf: LeafCall, tokens: int) -> tuple[int, float, float]:
         o, _ = marked.function(**arguments, use_qk_l2norm_in_kernel=facts["qk_l2norm"])
         tracer.phase = "backward"
         o.float().sum().backward()
+    operations = tracer.trace.operations
+    return len(operations), sum(op.flops for op in operations), sum(op.bytes_moved for op in operations)
+
+
+def _state_space_cost(leaf: LeafCall) -> tuple[int, float, float]:
+    """Operators, FLOPs and bytes of a marked state space scan's torch version, forward and backward."""
+    facts = leaf.facts
+    given = {"device": "meta", "requires_grad": True}
+    x, dt, b, c = (torch.empty(shape, dtype=_dtype(facts["dtype"]), **given) for shape in leaf.shapes)
+    heads = [torch.empty(facts["value_heads"], dtype=torch.float32, **given) for _ in range(3)]
+    tracer = Tracer({})
+    with quiet(), tracer:
+        y = facts["marked"].function(
+            x, dt, heads[0], b, c, chunk_size=256, D=heads[1], dt_bias=heads[2], dt_softplus=facts["dt_softplus"]
+        )
+        tracer.phase = "backward"
+        y.backward(torch.empty_like(y))
     operations = tracer.trace.operations
     return len(operations), sum(op.flops for op in operations), sum(op.bytes_moved for op in operations)
 

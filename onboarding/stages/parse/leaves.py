@@ -25,6 +25,7 @@ from onboarding.stages.parse.marked import (
     MarkedFunction,
     is_linear_attention,
     is_short_convolution,
+    is_state_space,
     linear_attention_arguments,
     marked_functions,
     modeling_modules,
@@ -42,7 +43,7 @@ class LeafCall:
     """One call of a marked function."""
 
     kind: str
-    """``attention``, ``experts``, ``linear_attention``, ``short_convolution`` or ``scan``."""
+    """``attention``, ``experts``, ``linear_attention``, ``state_space``, ``short_convolution`` or ``scan``."""
     name: str
     shapes: tuple[tuple[int, ...], ...]
     flops: float
@@ -218,6 +219,50 @@ def linear_attention_leaf(sink: Any, marked: MarkedFunction) -> Callable[..., An
     return linear_attention
 
 
+def state_space_leaf(sink: Any, marked: MarkedFunction) -> Callable[..., Any]:
+    """A replacement for Mamba-2's scan: x [B, T, H, P], dt [B, T, H], A [H], B and C [B, T, G, N] -> like x."""
+    signature = inspect.signature(marked.function)
+
+    def state_space(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        x = given[next(iter(signature.parameters))]
+        dt, a, b, c = (given[name] for name in ("dt", "A", "B", "C"))
+        batch, tokens, heads, head_dim = x.shape
+        groups, state = b.shape[2], b.shape[3]
+        # a gram and P V inside a chunk of 64, two products with the state between chunks
+        flops = batch * tokens * heads * 2.0 * (64 * state + 64 * head_dim + 2 * state * head_dim)
+        moved = tensor_bytes((x, dt, b, c)) + tensor_bytes((x,))
+        extra = tuple(t for n in ("D", "dt_bias") if isinstance(t := given.get(n), torch.Tensor))
+        call = LeafCall(
+            kind="state_space",
+            name=marked.kernel,
+            shapes=tuple(tuple(t.shape) for t in (x, dt, b, c)),
+            flops=flops,
+            backward_flops=3 * flops,
+            bytes_moved=moved,
+            backward_bytes=2 * moved,
+            facts={
+                "marked": marked,
+                "key_heads": groups,
+                "value_heads": heads,
+                "key_dim": state,
+                "value_dim": head_dim,
+                "dtype": str(x.dtype),
+                "dt_softplus": bool(given.get("dt_softplus", False)),
+                "skip": given.get("D") is not None,
+                "dt_bias": given.get("dt_bias") is not None,
+            },
+        )
+
+        def make() -> tuple[torch.Tensor, torch.Tensor]:
+            return torch.empty_like(x), x.new_empty(batch, heads, head_dim, state, dtype=torch.float32)
+
+        out, final = run_leaf(sink, call, make, x, dt, a, b, c, *extra)
+        return (out, final) if given.get("return_final_states", False) else out
+
+    return state_space
+
+
 def short_convolution_leaf(sink: Any, marked: MarkedFunction) -> Callable[..., Any]:
     """A replacement for a marked causal filter: x [B, D, T], weight [D, W] -> [B, D, T]."""
 
@@ -294,6 +339,8 @@ def leaves_in_place(model: nn.Module, sink: Any, replace: Replace) -> Iterator[N
             for marked in (*marked_functions(module), *own_loops(module), *own_loops(module, forwards=True)):
                 if is_linear_attention(marked.function):
                     leaf: Callable[..., Any] | None = linear_attention_leaf(sink, marked)
+                elif is_state_space(marked.function):
+                    leaf = state_space_leaf(sink, marked)
                 elif is_short_convolution(marked.function):
                     leaf = short_convolution_leaf(sink, marked)
                 else:

@@ -70,7 +70,10 @@ def own_loops(module: ModuleType, *, forwards: bool = False) -> list[MarkedFunct
     hold such a loop instead, which only a run can tell from a loop for decoding.
     """
     found = []
-    for owner in (module, *(c for c in vars(module).values() if isinstance(c, type) and c.__module__ == module.__name__)):
+    for owner in (
+        module,
+        *(c for c in vars(module).values() if isinstance(c, type) and c.__module__ == module.__name__),
+    ):
         for attribute, function in list(vars(owner).items()):
             if not inspect.isfunction(function) or function.__module__ != module.__name__:
                 continue
@@ -133,3 +136,12 @@ def short_convolution_arguments(function: Callable[..., Any], args: Any, kwargs:
     given = {"x": arguments.pop(next(iter(signature.parameters)))}
     given |= {name: arguments.pop(name, None) for name in ("weight", "bias", "activation")}
     return {**given, "extras": {**arguments, **extras}}
+
+
+STATE_SPACE = {"dt", "A", "B", "C", "chunk_size", "dt_bias", "dt_softplus"}
+
+
+def is_state_space(function: Callable[..., Any]) -> bool:
+    """Whether a marked function is Mamba-2's scan over a whole sequence: (x, dt, A, B, C, chunk_size, ...)."""
+    names = list(inspect.signature(function).parameters)
+    return names[:1] in (["hidden_states"], ["x"]) and set(names) >= STATE_SPACE

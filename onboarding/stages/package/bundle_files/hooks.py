@@ -353,6 +353,44 @@ def _linear_attention(
     return o, final_state if given.get("output_final_state", False) else None
 
 
+SCANNED = {"dt", "A", "B", "C", "chunk_size", "D", "dt_bias", "initial_states", "dt_softplus", "dt_limit"}
+
+
+def _state_space(swap: Swap, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A call in the convention of mamba-ssm: (x [B, T, H, P], dt, A, B, C, ...) -> y, and the final state if asked for.
+
+    B and C are keys and queries, dt x the values, dt A the log decay; steps and the skip by D stay torch's.
+    """
+    given, extras = _given(signature, args, kwargs)
+    x = given.pop(next(iter(signature.parameters)))
+    final = bool(given.pop("return_final_states", False))
+    for name, value in {**given, **extras}.items():
+        known = name in SCANNED or value is None or value is False or name not in ("z", "seq_idx", "cu_seqlens")
+        if not known:
+            raise Uncovered(f"argument {name}")
+    if not given.get("dt_softplus", False):
+        raise Uncovered("steps without softplus")
+    keys, queries = given["B"], given["C"]
+    _covered(x, keys, queries)
+    steps = given["dt"]
+    if given.get("dt_bias") is not None:
+        steps = steps + given["dt_bias"].to(steps.dtype)
+    low, high = given.get("dt_limit") or (0.0, float("inf"))
+    steps = torch.nn.functional.softplus(steps).clamp(low, high).float()
+    tensors = {
+        "q": queries,
+        "k": keys,
+        "v": (x.float() * steps[..., None]).to(x.dtype),
+        "g": steps * given["A"].float(),
+    }
+    if given.get("initial_states") is not None:
+        tensors["initial_state"] = given["initial_states"].transpose(-1, -2).float()
+    o, state = swap.call(**tensors)
+    if given.get("D") is not None:
+        o = (o.float() + given["D"].float()[..., None] * x.float()).to(x.dtype)
+    return (o, state.transpose(-1, -2)) if final else o
+
+
 FILTERED = {"weight", "bias", "activation"}
 FILTER_EXTRAS = ("seq_idx", "initial_states", "return_final_states", "final_states_out", "initial_state", "residual")
 """Arguments of other libraries' causal filters that the kernel does not take."""
@@ -381,6 +419,7 @@ def _short_convolution(
 
 CALLS: dict[str, Callable[..., Any]] = {
     "linear_attention": _linear_attention,
+    "state_space": _state_space,
     "short_convolution": _short_convolution,
 }
 """Hooks on a function of the model's Python module -> how its calls are served."""

@@ -31,7 +31,7 @@ from onboarding.stages.parse.uses.hyper_connections import (
     is_hyper_connection,
     prove_hyper_connection,
 )
-from onboarding.stages.parse.uses.linear_attention import prove_linear_attention
+from onboarding.stages.parse.uses.linear_attention import prove_linear_attention, prove_state_space
 from onboarding.stages.parse.uses.loss import ProvenLoss, prove_loss
 from onboarding.stages.parse.uses.norms import prove_norm
 from onboarding.stages.parse.uses.short_convolution import prove_short_convolution
@@ -171,6 +171,17 @@ class Proposer:
                 self._unproven(module, f"linear attention {leaf.name}")
                 return
             self._add(spec, call, module, "linear_attention", {}, "linear attention", marked.attribute, leaf)
+        elif leaf.kind == "state_space":
+            marked = leaf.facts["marked"]
+            dtype = _DTYPES.get(leaf.facts["dtype"], dtype)
+            facts = tuple(v for v in leaf.facts.values() if isinstance(v, (int, str)))
+            spec = self._once(
+                (marked.module.__name__, marked.attribute, *facts), lambda: prove_state_space(leaf, dtype)
+            )
+            if spec is None:
+                self._unproven(module, f"state space {leaf.name}")
+                return
+            self._add(spec, call, module, "state_space", {}, "linear attention", marked.attribute, leaf)
         elif leaf.kind == "short_convolution":
             marked = leaf.facts["marked"]
             dtype = _DTYPES.get(leaf.facts["dtype"], dtype)
