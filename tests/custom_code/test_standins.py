@@ -91,7 +91,7 @@ def test_rotary_turns_the_first_channels(standin: Any) -> None:
     turned = turned * torch.polar(torch.ones_like(angle), angle)[:, None]
     want = torch.cat([turned.real, turned.imag, x[..., 4:]], -1)
     same(apply(x, angle.cos(), angle.sin()), want, [x])
-    paired = torch.view_as_complex(x[..., :4].unflatten(-1, (2, 2)))
+    paired = torch.view_as_complex(x[..., :4].reshape(2, 5, 3, 2, 2))
     paired = torch.view_as_real(paired * torch.polar(torch.ones_like(angle), angle)[:, None]).flatten(-2)
     same(apply(x, angle.cos(), angle.sin(), interleaved=True), torch.cat([paired, x[..., 4:]], -1), [x])
 
@@ -164,7 +164,7 @@ def test_gated_norms(standin: Any) -> None:
     same(got, F.rms_norm(x, (8,), w, 1e-3) * torch.sigmoid(z), [x, z, w])
     rmsnorm = standin("mamba_ssm.ops.triton.layernorm_gated").rmsnorm_fn
     same(rmsnorm(x, w, None, z=z, eps=1e-3), F.rms_norm(x, (8,), w, 1e-3) * F.silu(z), [x, z, w])
-    gated = F.rms_norm((x * F.silu(z)).unflatten(-1, (2, 4)), (4,), None, 1e-3).flatten(-2) * w
+    gated = F.rms_norm((x * F.silu(z)).reshape(2, 3, 2, 4), (4,), None, 1e-3).flatten(-2) * w
     same(rmsnorm(x, w, None, z=z, eps=1e-3, group_size=4, norm_before_gate=False), gated, [x, z, w])
 
 

@@ -18,6 +18,7 @@ from onboarding.problem import Problem
 from onboarding.stages.intake.check import find_definition
 from onboarding.stages.parse.result import ParseResult
 from onboarding.stages.parse.stage import summary
+from onboarding.weights.index import read_checkpoint
 
 
 def main() -> int:
@@ -35,10 +36,11 @@ def main() -> int:
         with tempfile.TemporaryDirectory(prefix="onboard-parse-") as scratch:
             folder = Path(scratch)
             code = write_code(checked.config, checked.files, folder / "definition") if checked.runs_code else None
-            architecture, complete = parse_definition(
+            parsed = parse_definition(
                 Definition(config=checked.config, code=code),
                 tokens=options.tokens,
                 name=checked.name or checked.model_type,
+                checkpoint=read_checkpoint(checked.files),
                 scratch=folder,
             )
     except Problem as problem:
@@ -47,11 +49,15 @@ def main() -> int:
         else:
             print(f"{problem.title}\n{problem.detail}", file=sys.stderr)
         return 1
+    architecture = parsed.architecture
     result = ParseResult(
-        summary=summary(architecture), architecture=architecture, seconds=round(time.monotonic() - started, 2)
+        summary=summary(architecture),
+        architecture=architecture,
+        weights=parsed.weights,
+        seconds=round(time.monotonic() - started, 2),
     )
     print(result.model_dump_json() if options.json else f"{architecture.strip}\n{result.summary}")
-    return 0 if complete else 3
+    return 0 if parsed.complete else 3
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import ValidationError
@@ -13,44 +14,83 @@ from onboarding.architecture import Architecture, OperatorUse
 from onboarding.custom_code.confined import call
 from onboarding.custom_code.definition import Definition
 from onboarding.problem import Problem
+from onboarding.weights.index import Checkpoint, Entry
+from onboarding.weights.report import make_report
+from onboarding.weights.result import Placement, WeightsReport
 
 _TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.<>]*\Z")
 
 
-def architecture_of(config: dict[str, Any], *, tokens: int, name: str) -> dict[str, Any]:
-    """The architecture as JSON holds it, and whether its backward ran.
+def architecture_of(
+    config: dict[str, Any], *, tokens: int, name: str, tensors: list[list[Any]] | None = None
+) -> dict[str, Any]:
+    """The architecture as JSON holds it, whether its backward ran, and how a checkpoint's tensors fit.
+
+    Args:
+        config: content of ``config.json``.
+        tokens: sequence length at which FLOPs and bytes are counted.
+        name: what to call the model.
+        tensors: (name, file, shape or null, dtype) of the checkpoint; None if the definition has no index.
 
     Raises:
         Problem: see :func:`onboarding.stages.parse.analyse.analyse`.
     """
     from onboarding.stages.parse.analyse import analyse
+    from onboarding.weights.match import matched_weights
 
     parsed = analyse(config, tokens=tokens, name=name)
-    return {"architecture": parsed.architecture.model_dump(mode="json"), "complete": parsed.trace.backward}
+    weights = None
+    if tensors is not None:
+        entries = {
+            n: Entry(name=n, file=file, shape=tuple(shape) if shape is not None else None, dtype=dtype)
+            for n, file, shape, dtype in tensors
+        }
+        weights = matched_weights(parsed.model, entries)
+    return {
+        "architecture": parsed.architecture.model_dump(mode="json"),
+        "complete": parsed.trace.backward,
+        "weights": weights,
+    }
 
 
-def parse_definition(definition: Definition, *, tokens: int, name: str, **where: Any) -> tuple[Architecture, bool]:
+@dataclass(frozen=True, kw_only=True)
+class ParsedDefinition:
+    """What parsing gave, checked."""
+
+    architecture: Architecture
+    complete: bool
+    """Its backward ran."""
+    weights: WeightsReport | None = None
+    mapping: list[Placement] = field(default_factory=list)
+
+
+def parse_definition(
+    definition: Definition, *, tokens: int, name: str, checkpoint: Checkpoint | None = None, **where: Any
+) -> ParsedDefinition:
     """Parse a definition, in the sandbox if it has code.
 
     Args:
         definition: configuration and code.
         tokens: sequence length at which FLOPs and bytes are counted.
         name: what to call the model.
+        checkpoint: its published weights' index, if it came with the definition.
         where: scratch, unsafe and limits of :func:`onboarding.custom_code.confined.call`.
-
-    Returns:
-        The architecture, and whether it is complete (its backward ran).
 
     Raises:
         Problem: refused, or ``code-wrong-answer``: what the sandbox answered is no architecture.
     """
     function = "onboarding.stages.parse.plain:architecture_of"
-    answer = call(function, definition, {"tokens": tokens, "name": name}, **where)
+    tensors = checkpoint and [[e.name, e.file, e.shape, e.dtype] for e in checkpoint.entries.values()]
+    answer = call(function, definition, {"tokens": tokens, "name": name, "tensors": tensors}, **where)
+    weights: WeightsReport | None = None
+    mapping: list[Placement] = []
     try:
         architecture = Architecture.model_validate(answer["architecture"])
         complete = bool(answer["complete"])
         if definition.code is not None:
             check_answer(architecture, tokens, load_spec)
+        if checkpoint is not None:
+            weights, mapping = make_report(checkpoint, answer["weights"])
     except (ValidationError, ValueError, KeyError, TypeError) as error:
         if definition.code is None:
             raise
@@ -59,7 +99,7 @@ def parse_definition(definition: Definition, *, tokens: int, name: str, **where:
             "the definition's code made the parser answer something that is no architecture",
             " ".join(str(error).split())[:300],
         ) from None
-    return architecture, complete
+    return ParsedDefinition(architecture=architecture, complete=complete, weights=weights, mapping=mapping)
 
 
 def check_answer(architecture: Architecture, tokens: int, load: Callable[[dict[str, Any]], Any]) -> None:

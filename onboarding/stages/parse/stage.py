@@ -7,8 +7,11 @@ import time
 from onboarding.architecture import Architecture
 from onboarding.context import StageContext
 from onboarding.custom_code.definition import definition_of
+from onboarding.stages.intake.archive import unpack
 from onboarding.stages.intake.result import IntakeResult
 from onboarding.stages.parse.result import ParseResult
+from onboarding.weights.index import read_checkpoint
+from onboarding.weights.report import PLACEMENTS, words
 
 
 def run(context: StageContext) -> ParseResult:
@@ -24,19 +27,34 @@ def run(context: StageContext) -> ParseResult:
 
     started = time.monotonic()
     definition = definition_of(context)
+    checkpoint = read_checkpoint(unpack(context.artifacts.get(intake.definition.digest)))
     where = " in the sandbox" if definition.code else ""
     context.progress(1, 2, f"trace at the published size{where}")
-    architecture, _ = parse_definition(
+    confined = {"scratch": context.scratch, "unsafe": context.settings.unsafe_no_sandbox}
+    parsed = parse_definition(
         definition,
         tokens=context.options.sequence_length,
         name=intake.name,
-        scratch=context.scratch,
-        unsafe=context.settings.unsafe_no_sandbox,
+        checkpoint=checkpoint,
+        **confined,
     )
+    architecture, weights = parsed.architecture, parsed.weights
     architecture.warnings += _code_notes(intake)
+    mapping = None
+    if weights is not None:
+        from onboarding.weights.proof import proof_on_twin
+
+        context.progress(1.5, 2, "load a synthetic checkpoint of the twin")
+        weights.proven = proof_on_twin(definition, parsed.mapping, **confined)
+        architecture.warnings += [words(weights)]
+        mapping = context.save("weights-mapping.json", PLACEMENTS.dump_json(parsed.mapping), "application/json")
     context.progress(2, 2)
     return ParseResult(
-        summary=summary(architecture), architecture=architecture, seconds=round(time.monotonic() - started, 2)
+        summary=summary(architecture),
+        architecture=architecture,
+        weights=weights,
+        mapping=mapping,
+        seconds=round(time.monotonic() - started, 2),
     )
 
 
