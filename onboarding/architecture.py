@@ -20,6 +20,7 @@ Hook = Literal[
     "short_convolution",
     "hyper_connection",
     "linear_cross_entropy",
+    "rotary",
 ]
 
 

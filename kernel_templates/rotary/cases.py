@@ -37,7 +37,14 @@ def cases(spec: Spec, rng: random.Random, count: int, level: str) -> list[Case]:
     return [
         Case(
             name=f"{i}: {batch} x {tokens} tokens, {heads} + {keys} heads of {size}, {turned} turned, {distribution}",
-            dims={"batch": batch, "tokens": tokens, "heads": heads, "key_heads": keys, "size": size, "turned": turned},
+            dims={
+                "batch": batch,
+                "tokens": tokens,
+                "heads": heads,
+                "key_heads": keys,
+                "head_dim": size,
+                "rotary_dim": turned,
+            },
             dtype=spec.dtype,
             distribution=distribution,
             options={"shared": i % 2 == 0},
@@ -56,15 +63,15 @@ def make_tensors(
         return torch.randn(*size, generator=generator, device=generator.device)
 
     batch = 1 if case.options.get("shared") else d["batch"]
-    shape = (*((3,) if spec.temporal else ()), batch, d["tokens"], d["turned"])
+    shape = (*((3,) if spec.temporal else ()), batch, d["tokens"], d["rotary_dim"])
     angle = 3.0 * normal(*shape)
     scale = 1.3 if case.distribution == "scaled" else 1.0
     size = 30.0 if case.distribution == "large" else 1.0
-    tensors: dict[str, Tensor | None] = {"q": size * normal(d["batch"], d["tokens"], d["heads"], d["size"])}
+    tensors: dict[str, Tensor | None] = {"q": size * normal(d["batch"], d["tokens"], d["heads"], d["head_dim"])}
     if spec.keys:
-        tensors["k"] = normal(d["batch"], d["tokens"], d["key_heads"], d["size"])
+        tensors["k"] = normal(d["batch"], d["tokens"], d["key_heads"], d["head_dim"])
     tensors |= {"cos": scale * angle.cos(), "sin": scale * angle.sin()}
     if spec.norm:
         for name in ("q", "k") if spec.keys else ("q",):
-            tensors[f"{name}_weight"] = 0.3 * normal(d["size"]) + (0.0 if spec.offset else 1.0)
+            tensors[f"{name}_weight"] = 0.3 * normal(d["head_dim"]) + (0.0 if spec.offset else 1.0)
     return {n: None if t is None else t.to(device=device, dtype=dtype) for n, t in tensors.items()}

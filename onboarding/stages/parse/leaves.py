@@ -32,6 +32,7 @@ from onboarding.stages.parse.marked import (
     own_loops,
     short_convolution_arguments,
 )
+from onboarding.stages.parse.rotary import observed, rotary_functions
 from onboarding.stages.parse.sdpa import names_of_torch_attention, torch_attention_leaf
 
 ATTENTION_BACKWARD = 2.5
@@ -347,4 +348,6 @@ def leaves_in_place(model: nn.Module, sink: Any, replace: Replace) -> Iterator[N
                     leaf = replace(marked)
                 if leaf is not None:
                     stack.enter_context(patch.object(marked.module, marked.attribute, leaf))
+            for attribute in rotary_functions(module):
+                stack.enter_context(patch.object(module, attribute, observed(sink, module, attribute)))
         yield

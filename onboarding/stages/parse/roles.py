@@ -224,7 +224,10 @@ class ModelRoles:
         index = self.layer_of(path)
         if index is not None:
             relative = _relative(path, f"{self.structure.prefix}.{index}") or ""
-            return self.of_layer(index).roles.get(relative, OTHER)
+            known = self.of_layer(index).roles
+            while relative and relative not in known:  # a function that a module calls
+                relative = relative.rpartition(".")[0]
+            return known.get(relative, OTHER)
         while True:
             if path in self.outside:
                 return self.outside[path]

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from onboarding.stages.parse.constants import count_true, real_value
 from onboarding.stages.parse.cost import is_free, is_matmul, operator_cost, tensors_of
 from onboarding.stages.parse.leaves import LeafCall
+from onboarding.stages.parse.rotary import RotaryCall
 
 Phase = Literal["forward", "backward"]
 aten = torch.ops.aten
@@ -53,6 +54,8 @@ class Trace:
     calls: list[ModuleCall] = field(default_factory=list)
     marked: list[tuple[str, str]] = field(default_factory=list)
     """(module path, library function) of marked functions that ran as they are."""
+    rotary: list[RotaryCall] = field(default_factory=list)
+    """Calls of functions that turn queries and keys."""
     notes: list[str] = field(default_factory=list)
     backward: bool = False
     tokens: int = 0
@@ -94,6 +97,11 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             yield
         finally:
             self._mute -= 1
+
+    @property
+    def rotary(self) -> list[RotaryCall]:
+        """Where calls of functions that turn queries and keys are noted."""
+        return self.trace.rotary
 
     @property
     def path(self) -> str:
@@ -225,6 +233,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.trace.operations.clear()
         self.trace.calls.clear()
         self.trace.marked.clear()
+        self.trace.rotary.clear()
         self.trace.saved.clear()
         self._stored.clear()
         del self._stack[1:]

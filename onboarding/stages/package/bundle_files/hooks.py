@@ -417,7 +417,38 @@ def _short_convolution(
     return swap.call(**tensors)[0].transpose(1, 2)
 
 
+def _rotary(
+    swap: Swap, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Tensor | tuple[Tensor, ...]:
+    """A call in the convention of transformers: (q, k, cos, sin, unsqueeze_dim) or (x, cos, sin, unsqueeze_dim)."""
+    given, extras = _given(signature, args, kwargs)
+    names = list(signature.parameters)
+    axis = given.get("unsqueeze_dim", 1)
+    heads = [given.pop(n) for n in (names[0], "k") if n in given]
+    cos, sin = given.pop("cos"), given.pop("sin")
+    others = {n for n, v in (given | extras).items() if v is not None and n != "unsqueeze_dim"}
+    if others or axis not in (1, 2) or len(heads) != 1 + swap.spec["keys"]:
+        raise Uncovered(f"arguments {', '.join(sorted(others)) or 'of another convention'}")
+    if not all(isinstance(t, Tensor) and t.ndim == 4 for t in heads) or cos.ndim != 3 or cos.shape != sin.shape:
+        raise Uncovered("shapes of another convention")
+    _covered(*heads, cos, sin)
+    if cos.requires_grad or sin.requires_grad:
+        raise Uncovered("angles that are trained")
+    # tokens before heads, as projections write them: there is nothing to copy
+    rows = [t.transpose(1, 2) if axis == 1 else t for t in heads]
+    size, turned = rows[0].shape[-1], cos.shape[-1]
+    same = all(t.shape[:2] == rows[0].shape[:2] and t.shape[-1] == size for t in rows)
+    if not same or turned % 2 or turned > size or cos.shape[1] != rows[0].shape[1]:
+        raise Uncovered("sizes of heads and angles differ")
+    if cos.shape[0] not in (1, rows[0].shape[0]):
+        raise Uncovered("angles of another batch")
+    found = swap.call(cos=cos, sin=sin, **dict(zip(("q", "k"), rows, strict=False)))
+    turned_heads = tuple(t.transpose(1, 2) if axis == 1 else t for t in found)
+    return turned_heads if swap.spec["keys"] else turned_heads[0]
+
+
 CALLS: dict[str, Callable[..., Any]] = {
+    "rotary": _rotary,
     "linear_attention": _linear_attention,
     "state_space": _state_space,
     "short_convolution": _short_convolution,

@@ -22,6 +22,7 @@ from onboarding.stages.parse.roles import (
     ModelRoles,
     epsilon_of,
 )
+from onboarding.stages.parse.rotary import RotaryCall
 from onboarding.stages.parse.structure import Structure
 from onboarding.stages.parse.tracer import ModuleCall, Trace
 from onboarding.stages.parse.uses.experts import ATTRIBUTES, BIASES, prove_experts
@@ -34,6 +35,7 @@ from onboarding.stages.parse.uses.hyper_connections import (
 from onboarding.stages.parse.uses.linear_attention import prove_linear_attention, prove_state_space
 from onboarding.stages.parse.uses.loss import ProvenLoss, prove_loss
 from onboarding.stages.parse.uses.norms import prove_norm
+from onboarding.stages.parse.uses.rotary import prove_rotary
 from onboarding.stages.parse.uses.short_convolution import prove_short_convolution
 
 _DTYPES = {"torch.bfloat16": "bfloat16", "torch.float32": "float32", "torch.float16": "float16"}
@@ -84,6 +86,9 @@ class Proposer:
         for operation in self.trace.operations:
             if operation.leaf is not None and operation.phase == "forward":
                 self._leaf(operation.path, operation.leaf)
+        for turn in self.trace.rotary:
+            if self._in_language(turn.path):
+                self._rotary(turn)
         self._loss()
         for known in self.roles.by_kind.values():
             layer = self.structure.layers[known.kind.first]
@@ -192,6 +197,20 @@ class Proposer:
                 return
             self._add(spec, call, module, "short_convolution", {}, "short convolution", marked.attribute, leaf)
 
+    def _rotary(self, call: RotaryCall) -> None:
+        dtype = _DTYPES.get(call.dtype)
+        key = (call.function, tuple(call.shapes.items()), tuple(call.options.items()), dtype)
+        spec = self._once(key, lambda: None if dtype is None else prove_rotary(call, dtype))
+        module = self.model.get_submodule(call.path)
+        if spec is None:
+            text = f"{type(module).__qualname__}: {call.attribute} is no rotary embedding that a family computes"
+            self.result.warnings += [text] if text not in self.result.warnings else []
+            return
+        q, axis = call.shapes["q"], call.options.get("unsqueeze_dim", 1)
+        # rows are tokens
+        heads = ModuleCall(path=call.path, shapes=((q[0], q[3 - axis], q[axis] * q[3]),), dtype=call.dtype)
+        self._add(spec, heads, module, "rotary", {}, "rotary embedding", call.attribute, place=call.place)
+
     def _loss(self) -> None:
         """The head and the loss, which are one operator of the whole model."""
         call = next((c for c in self.trace.calls if self.roles.role(c.path) == HEAD and c.dtype in _DTYPES), None)
@@ -242,6 +261,7 @@ class Proposer:
         role: str,
         function: str | None = None,
         leaf: LeafCall | None = None,
+        place: str = "",
     ) -> None:
         digest = spec.digest()
         found = self.found.setdefault(digest, _Found(spec=spec))
@@ -259,7 +279,7 @@ class Proposer:
         if leaf is not None:
             self.result.leaf_owner[call.path, leaf.kind] = digest
         else:
-            self.result.owner[call.path] = digest
+            self.result.owner[place or call.path] = digest
 
     def _use(self, digest: str, found: _Found) -> OperatorUse:
         return OperatorUse(
