@@ -36,6 +36,7 @@ def architecture_of(
         Problem: see :func:`onboarding.stages.parse.analyse.analyse`.
     """
     from onboarding.stages.parse.analyse import analyse
+    from onboarding.stages.parse.understand.prove import complete
     from onboarding.weights.match import matched_weights
 
     parsed = analyse(config, tokens=tokens, name=name)
@@ -47,7 +48,7 @@ def architecture_of(
         }
         weights = matched_weights(parsed.model, entries)
     return {
-        "architecture": parsed.architecture.model_dump(mode="json"),
+        "architecture": complete(parsed.architecture, config).model_dump(mode="json"),
         "complete": parsed.trace.backward,
         "weights": weights,
     }

@@ -25,18 +25,25 @@ def understand_ends(step: Observation, full: nn.Module, prefix: str, ledger: Led
     """Facts of the whole model, each with its proof."""
     model: Any = step.model
     facts = ModelFacts()
-    _embedding(model, step, prefix, facts, ledger)
+    _embedding(model, step, full, prefix, facts, ledger)
     _head(model, step, facts, ledger)
     _loss(model, step, facts, ledger)
     _gradients(model, step, facts, ledger, prefix)
-    facts.fp32_parameters = (
-        _patterns((n for n, p in full.named_parameters() if p.dtype == torch.float32), prefix)
-        if any(p.dtype == torch.bfloat16 for p in full.parameters())
-        else []
-    )
+    facts.fp32_parameters = _patterns(_kept_fp32(full), prefix)
     facts.buffers = _patterns(saved_buffers(full), prefix)
     facts.prediction_heads = len({n for n, _ in full.named_modules() if _PREDICTION.search(n) and n.count(".") <= 2})
     return facts
+
+
+def _kept_fp32(full: nn.Module) -> list[str]:
+    """Parameters that the class makes or keeps in float32, whatever the dtype of the rest."""
+    kept: set[str] = set()
+    for cls in type(full).__mro__:
+        kept.update(vars(cls).get("_keep_in_fp32_modules") or ())
+        kept.update(vars(cls).get("_keep_in_fp32_modules_strict") or ())
+    named = list(full.named_parameters())
+    mixed = any(p.dtype != torch.float32 for _, p in named)
+    return [n for n, p in named if (mixed and p.dtype == torch.float32) or any(part in n for part in kept)]
 
 
 def saved_buffers(model: nn.Module) -> list[str]:
@@ -55,7 +62,7 @@ def _patterns(names: Any, prefix: str) -> list[str]:
     return list(dict.fromkeys(re.sub(rf"^{re.escape(prefix)}\.\d+\.", f"{prefix}.*.", name) for name in names))
 
 
-def _embedding(model: Any, step: Observation, prefix: str, facts: ModelFacts, ledger: Ledger) -> None:
+def _embedding(model: Any, step: Observation, full: Any, prefix: str, facts: ModelFacts, ledger: Ledger) -> None:
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     facts.tied_embeddings = head is not None and getattr(head, "weight", None) is getattr(embedding, "weight", 0)
     call = next((c for c in step.calls if c.kind == "module" and c.function is embedding), None)
@@ -80,7 +87,7 @@ def _embedding(model: Any, step: Observation, prefix: str, facts: ModelFacts, le
         factor = float((value * wide).sum() / wide.pow(2).sum())
         error = relative_error(wide * factor, value)
         if error <= CLOSE:
-            facts.embedding_scale = 1.0 if abs(factor - 1) < 1e-5 else float(f"{factor:.6g}")
+            facts.embedding_scale = _published_scale(factor, rows.shape[-1], full)
             words = f"embedding {tied}" + (f", x {facts.embedding_scale:g}" if facts.embedding_scale != 1.0 else "")
             where = "" if name == "the stream" else "; more is added or normed before the first layer"
             ledger.claim("embedding", words + where, IDENTITY, error, CLOSE)
@@ -89,6 +96,15 @@ def _embedding(model: Any, step: Observation, prefix: str, facts: ModelFacts, le
         keep_subgraph(call, "embedding", ledger)
     else:
         ledger.unproven("embedding", f"embedding {tied}", "its output is no multiple of its rows")
+
+
+def _published_scale(factor: float, width: int, full: Any) -> float:
+    """A factor of the twin, or that of the published model where it is the root of the width."""
+    if abs(factor - 1) < 1e-5:
+        return 1.0
+    if abs(factor**2 / width - 1) < 1e-4:
+        factor = float(full.get_input_embeddings().weight.shape[-1]) ** 0.5
+    return float(f"{factor:.6g}")
 
 
 def _head(model: Any, step: Observation, facts: ModelFacts, ledger: Ledger) -> None:
@@ -114,13 +130,18 @@ def _head(model: Any, step: Observation, facts: ModelFacts, ledger: Ledger) -> N
         words = "logits: linear" + (f", x {facts.logit_scale:g}" if facts.logit_scale != 1.0 else "")
         ledger.claim("head", words, IDENTITY, max(relative_error(made * factor, logits), min(error, CLOSE)), CLOSE)
         return
-    for cap in _floats(model.config.get_text_config()):
-        for scale in (1.0, *[f for f in _floats(model.config.get_text_config()) if f < 100]):
-            capped = cap * torch.tanh(made * scale / cap)
-            if relative_error(capped, logits) <= CLOSE:
-                facts.logit_softcap, facts.logit_scale = cap, scale
-                ledger.claim("head", f"logits: softcap {cap:g}", IDENTITY, relative_error(capped, logits), CLOSE)
-                return
+    numbers = _floats(model.config.get_text_config())
+    made, logits = made.flatten(0, -2)[-16:, :512], logits.flatten(0, -2)[-16:, :512]
+    tried = [
+        (relative_error(cap * torch.tanh(made * scale / cap), logits), cap, scale)
+        for cap in numbers
+        for scale in (1.0, *(n for n in numbers if n < 100))
+    ]
+    error, cap, scale = min(tried, default=(float("inf"), 0.0, 1.0))
+    if error <= CLOSE:
+        facts.logit_softcap, facts.logit_scale = cap, float(f"{scale:.6g}")
+        ledger.claim("head", f"logits: softcap {cap:g}", IDENTITY, error, CLOSE)
+        return
     ledger.unproven("head", "head", "logits are neither scaled nor capped outputs of the head")
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,13 +12,14 @@ from torch.nn import functional as F
 
 from onboarding.architecture import FeedForwardRole
 from onboarding.stages.parse.roles import is_norm
-from onboarding.stages.parse.understand.compare import CLOSE, disagreement, parameters_as
+from onboarding.stages.parse.understand.blocks import understand_block
+from onboarding.stages.parse.understand.compare import CLOSE, disagreement, parameters_as, same
 from onboarding.stages.parse.understand.ledger import DEFINITION, IDENTITY, Ledger, Sizes
 from onboarding.stages.parse.understand.novel import keep_subgraph
 from onboarding.stages.parse.understand.observe import Call, Observation
 from onboarding.stages.parse.understand.parts import Part, hidden
 from onboarding.stages.parse.understand.routers import prove_router, routing_of, tokens_choice
-from onboarding.stages.parse.understand.semantics import ACTIVATIONS
+from onboarding.stages.parse.understand.semantics import ACTIVATIONS, RouterForm
 from onboarding.stages.parse.uses.gates import GateFlags, joined, probe_gate, prove_gated_mlp
 from onboarding.stages.parse.uses.proof import relative_error
 
@@ -38,6 +40,7 @@ def understand_feed_forward(
     if routed is not None:
         return _experts_role(part, routed, steps, ledger, sizes, layer)
     role = prove_dense(part.module, part.call, steps[0], ledger, sizes, part.path.removeprefix(layer).lstrip("."))
+    role = role or understand_block(part, steps[0], ledger, sizes)
     if role is None:
         keep_subgraph(part.call, "feed-forward", ledger)
         return FeedForwardRole(kind="novel")
@@ -212,7 +215,7 @@ def _experts_role(
     call, index, weights = routed
     module: Any = call.function
     role = FeedForwardRole(
-        kind="experts", top_k=sizes.of(int(index.shape[-1]), r"top_?k|per_tok|num_experts_per|active")
+        kind="experts", top_k=sizes.of(int(index.shape[-1]), r"top_?k$|per_tok|moe_k|top_k_experts|active|selected")
     )
     relative = call.path.removeprefix(layer).lstrip(".")
     _prove_experts(module, call, index, weights, role, ledger, sizes, relative)
@@ -222,16 +225,24 @@ def _experts_role(
     if first is None or second is None:
         ledger.unproven("router", "router", "no linear layer leads to the weights of the experts")
     else:
-        form = prove_router(part.module, first, second, steps[0].ids, ledger)
+        form = prove_router(part.module, first, second, steps[0].ids, ledger, partial(_published_form, sizes=sizes))
         if form is not None:
-            published = sizes.of(form.top_k, r"top_?k|per_tok|active")
-            role.router = form.words().replace(f"top {form.top_k}", f"top {published}")
+            shown = _published_form(form, sizes)
+            role.router = shown.words() + (", chosen by the token itself" if form.choose_by == "token" else "")
             role.score, role.selection_bias, role.renormalised = form.score, form.biased, form.renormalised
-            role.groups = sizes.of(form.groups, r"group") if form.groups > 1 else 1
-            role.kept_groups = sizes.of(form.kept_groups, r"topk_group|group") if form.groups > 1 else 1
-            role.scaling = form.scaling
+            role.groups, role.kept_groups, role.scaling = shown.groups, shown.kept_groups, form.scaling
     _prove_sum(part, call, role, steps[0], ledger, sizes, layer)
     return role
+
+
+def _published_form(form: RouterForm, sizes: Sizes) -> RouterForm:
+    top_k = sizes.of(form.top_k, r"top_?k$|per_tok|moe_k|top_k_experts|active|selected")
+    if form.groups == 1:
+        return replace(form, top_k=top_k)
+    groups = sizes.of(form.groups, r"^(n_groups?|num_groups?|num_expert_groups?)$", r"group")
+    return replace(
+        form, top_k=top_k, groups=groups, kept_groups=sizes.of(form.kept_groups, r"topk_group|kept", r"group")
+    )
 
 
 @dataclass(frozen=True)
@@ -378,12 +389,10 @@ def experts_reference(t: dict[str, Tensor], index: Tensor, lie: _Stacked, flags:
 
 
 def _post_norm(module: Any, y: Tensor) -> Tensor:
-    """The norm behind each expert, by the module's own child, in the dtype of ``y``."""
-    norms = [m for _, m in module.named_children()]
-    eps = next((v for m in norms for n, v in vars(m).items() if "eps" in n), 1e-6)
-    weight = next((p for m in norms for p in m.parameters()), None)
-    y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)
-    return y if weight is None else y * weight.detach().to(y.dtype)
+    """The norm behind each expert: the module's own, which is proven with the norms."""
+    own = next(m for m in module.children() if is_norm(m))
+    result: Tensor = own(y.float()).to(y.dtype)
+    return result
 
 
 def _expert_count(sizes: Sizes, path: str, name: str, count: int) -> int:
@@ -417,7 +426,9 @@ def _prove_sum(
         and sum(p.dim() >= 2 for p in _module(c).parameters()) >= 2
     ]
     for shared in beside:
-        prove_dense(_module(shared), shared, step, ledger, sizes, shared.path.removeprefix(layer).lstrip("."))
+        path = shared.path.removeprefix(layer).lstrip(".")
+        if prove_dense(_module(shared), shared, step, ledger, sizes, path) is None:
+            keep_subgraph(shared, "feed-forward", ledger)
     role.shared = _shared_count(beside, call, role, sizes, layer)
     after = [
         c
@@ -426,27 +437,21 @@ def _prove_sum(
     ]
     terms = [routed]
     if routed.shape[-1] != x.shape[-1]:
-        up = [c for c in after if c.inputs["x"].shape[-1] == routed.shape[-1] and c.output.shape[-1] == x.shape[-1]]
+        up = [c for c in after if c.output.shape[-1] == x.shape[-1] and same(c.inputs["x"], routed)]
         if not up:
             ledger.unproven("feed-forward", "experts work in a latent", "no projection back was seen")
             return
         role.latent = _published(sizes, up[0].path.removeprefix(layer).lstrip("."), int(routed.shape[-1]))
         terms = [up[0].output]
-    scalars = [c for c in step.inside(part.path, "linear") if c.output.shape[-1] == 1]
-    columns = [terms[0].detach().double().reshape(-1)]
-    for shared in beside:
-        made = shared.results()[0].detach().double()
-        if scalars and len(beside) == 1:
-            gate = torch.sigmoid(scalars[0].output.detach().double())
-            columns.append((made.reshape(-1, made.shape[-1]) * gate.reshape(-1, 1)).reshape(-1))
-            role.shared_gate = "sigmoid"
-        else:
-            columns.append(made.reshape(-1))
     target = _before_norm(part, step).detach().double().reshape(-1)
-    error, fit = _fit(columns, target)
-    if error > 1e-4 and part.call.path:
-        columns = columns[:1]
-        error, fit = _fit(columns, target)
+    made = [terms[0].detach().double().reshape(-1)]
+    error, fit = _fit([*made, *(c.results()[0].detach().double().reshape(-1) for c in beside)], target)
+    scalars = [c for c in step.inside(part.path, "linear") if c.output.shape[-1] == 1]
+    if error > 1e-4 and scalars and len(beside) == 1:
+        gate = torch.sigmoid(scalars[0].output.detach().double()).reshape(-1, 1)
+        value = beside[0].results()[0].detach().double()
+        error, fit = _fit([*made, (value.reshape(gate.shape[0], -1) * gate).reshape(-1)], target)
+        role.shared_gate = "sigmoid" if error <= 1e-4 else ""
     words = "routed" + (f" x {fit[0]:g}" if abs(fit[0] - 1) > 1e-4 else "")
     words += f" + {role.shared} shared" if len(fit) > 1 else ""
     if error <= 1e-4 and abs(fit[0] - 1) > 1e-4:

@@ -97,9 +97,10 @@ def _prove_best(part: Part, step: Observation, rows: Tensor, role: MixerRole, le
         wrong = _wrong_choices(scores, rows, k)
         ledger.claim("mixer", f"the {role.top_k} best scored keys and no others are attended", IDENTITY, wrong, 0.0)
     else:
-        pool = max(1, round(keys / max(scores.shape[-1], 1)))
+        pool = _pool_size(part, keys, scores.shape[-1])
         role.pool = sizes.of(pool, r"block|pool|compress|ratio|group")
-        role.top_k = (sizes.of(k, r"top_?k|budget|blocks") or k) * (role.pool or 1)
+        tokens = sizes.of(k * pool, r"top_?k|budget")
+        role.top_k = tokens if tokens != k * pool else sizes.of(k, r"top_?k|blocks") * (role.pool or 1)
         bound = (k + 1) * pool + pool
         ledger.claim(
             "mixer", f"at most {role.top_k} keys in pools of {role.pool}, and the open pool", IDENTITY,
@@ -107,6 +108,13 @@ def _prove_best(part: Part, step: Observation, rows: Tensor, role: MixerRole, le
         )  # fmt: skip
     if not role.indexer:
         _prove_scores(part, step, top, role, ledger)
+
+
+def _pool_size(part: Part, keys: int, pools: int) -> int:
+    """Tokens in a pool: a setting of the mixer that divides the keys into that many."""
+    stated = {v for m in part.module.modules() for v in vars(m).values() if type(v) is int and v > 1}
+    fitting = [v for v in stated if pools in (keys // v, -(-keys // v))]
+    return max(fitting, default=max(1, round(keys / max(pools, 1))))
 
 
 def _wrong_choices(scores: Tensor, rows: Tensor, k: int) -> float:
@@ -131,7 +139,7 @@ def _prove_scores(part: Part, step: Observation, top: Call, role: MixerRole, led
     while scores.dim() > 3:
         scores = scores.squeeze(1) if scores.shape[1] == 1 else scores.flatten(0, 1)
     finite = scores > -1e4
-    for call in reversed(step.inside(part.path, "product")):
+    for call in step.inside(part.path, "product"):
         if call.position > top.position or not isinstance(call.output, Tensor):
             continue
         for products in _arrangements(call.output.detach().double(), scores):

@@ -60,18 +60,21 @@ class Sizes:
     twin_fields: dict[str, Any]
     full_fields: dict[str, Any]
 
-    def of(self, value: Any, pattern: str) -> Any:
+    def of(self, value: Any, *patterns: str) -> Any:
         """The published value of a twin's setting.
 
         Args:
             value: in the twin.
-            pattern: regular expression for the names of settings that may hold it.
+            patterns: regular expressions for the names of settings that may hold it, the likeliest first.
 
         Returns:
             The published value, or the twin's where no setting of that name holds it.
         """
-        found = [full for twin, full in self._pairs(re.compile(pattern)) if type(twin) is type(value) and twin == value]
-        return found[0] if found else value
+        for pattern in patterns:
+            for twin, full in self._pairs(re.compile(pattern)):
+                if type(twin) is type(value) and twin == value:
+                    return full
+        return value
 
     def _pairs(self, pattern: re.Pattern[str]) -> Iterator[tuple[Any, Any]]:
         full = dict(self.full.named_modules())

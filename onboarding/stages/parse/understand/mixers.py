@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from onboarding.architecture import MixerRole
+from onboarding.stages.parse.roles import is_norm
 from onboarding.stages.parse.understand.compare import CLOSE, columns_of, disagreement, parameters_as, same
 from onboarding.stages.parse.understand.indexers import prove_selection
 from onboarding.stages.parse.understand.ledger import DEFINITION, DISTURBED, IDENTITY, Ledger, Sizes
@@ -39,13 +40,13 @@ def understand_attention(
     other = _twin_call(call, steps)
     role = MixerRole(
         kind=mask.kind,
-        heads=_heads(q, k),
-        query_heads=sizes.of(int(q.shape[1]), r"head"),
-        key_heads=sizes.of(int(k.shape[1]), r"head|kv|groups"),
+        query_heads=sizes.of(int(q.shape[1]), r"^(num_attention_heads|num_heads|n_heads?)$", r"head"),
+        key_heads=_key_heads(q, k, sizes),
         head_dim=sizes.of(int(q.shape[-1]), r"head_dim|head_size|qk_"),
         value_dim=sizes.of(int(v.shape[-1]), r"v_head_dim|head_dim|head_size|value"),
         softcap=options.get("softcap"),
     )
+    role.heads = _heads(role)
     if mask.kind == "sliding":
         role.window = sizes.of(mask.extent, r"window")
     if mask.kind == "chunked":
@@ -53,11 +54,11 @@ def understand_attention(
     if mask.bias is not None:
         unlike = read_mask(other.inputs["mask"], tokens, keys).bias if other is not None else None
         role.bias = bias_kind(mask.bias, mask.visible, unlike)
-    _prove_function(call, mask, role, ledger)
+    _prove_latent(part, call, steps[0], role, ledger, sizes)
     if mask.kind == "chosen":
         prove_selection(part, call, other, steps[0], mask, role, ledger, sizes)
+    _prove_function(call, mask, role, ledger)
     _prove_reach(part, role, mask, ledger)
-    _prove_latent(part, call, steps[0], role, ledger, sizes)
     _prove_qk_norm(part, call, steps[0], role, ledger)
     _prove_gate(part, call, steps[0], role, ledger)
     return role
@@ -70,10 +71,19 @@ def _twin_call(call: Call, steps: tuple[Observation, Observation]) -> Call | Non
     return found[place] if place < len(found) else None
 
 
-def _heads(q: Tensor, k: Tensor) -> str:
-    if q.shape[1] == k.shape[1]:
+def _key_heads(q: Tensor, k: Tensor, sizes: Sizes) -> int:
+    """Published key heads: a twin with few heads may have made them all equal."""
+    customary = r"^(num_key_value_heads|num_kv_heads|n_kv_heads|multi_query_group_num)$"
+    found = sizes.of(int(k.shape[1]), customary)
+    if found == k.shape[1] and q.shape[1] == k.shape[1]:
+        return int(sizes.of(int(k.shape[1]), r"^(num_attention_heads|num_heads|n_heads?)$", r"head"))
+    return int(found)
+
+
+def _heads(role: MixerRole) -> str:
+    if role.query_heads == role.key_heads:
         return "MHA"
-    return "MQA" if k.shape[1] == 1 else "GQA"
+    return "MQA" if role.key_heads == 1 else "GQA"
 
 
 # ---- the function ---------------------------------------------------------------------------------------------------
@@ -306,10 +316,13 @@ def _prove_gate(part: Part, call: Call, step: Observation, role: MixerRole, ledg
     read = last.inputs["x"]
     if read.numel() != out.numel():
         return
+    for norm in step.inside(part.path, "module"):
+        if norm.position > call.position and is_norm(_module(norm)) and same(norm.tensors()[0], out):
+            out = norm.results()[0]  # a norm of the output comes first; its form is claimed with the norms
     if same(read, out):
         ledger.claim("mixer", "no output gate", IDENTITY, 0.0, 0.0)
         return
-    rows = out.shape[0] * out.shape[1]
+    rows = call.output.shape[0] * call.output.shape[1]
     ratio = (read.reshape(rows, -1) / out.reshape(rows, -1)).detach().double()
     for name in _GATES:
         for source in linears(part, step):
@@ -341,3 +354,7 @@ _GATES: dict[str, Any] = {
     "softplus": torch.nn.functional.softplus,
     "identity": ACTIVATIONS["identity"],
 }
+
+
+def _module(call: Call) -> Any:
+    return call.function

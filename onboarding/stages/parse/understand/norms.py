@@ -55,9 +55,13 @@ def _inner_place(call: Call, part: Part, step: Observation) -> str:
         return "output" if len(after) == 1 else "inner"
     if call.position > attention.position:
         return "output"
+    if any(c.inputs["x"] is call.results()[0] for c in step.inside(part.path, "linear")):
+        return "latent"
+    if "." in call.path.removeprefix(part.path + "."):
+        return "inner"
     heads = {attention.inputs[n].shape[-1] for n in "qkv"}
     rows = {attention.inputs[n].shape[-1] * attention.inputs[n].shape[1] for n in "qkv"}
-    return "query/key" if width in heads | rows else "latent"
+    return "query/key" if width in heads | rows else "inner"
 
 
 def prove_norm_form(call: Call, place: str, ledger: Ledger) -> NormRole | None:

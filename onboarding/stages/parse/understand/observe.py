@@ -19,8 +19,8 @@ from transformers.modeling_utils import AttentionInterface
 from onboarding.stages.parse.build import quiet
 from onboarding.stages.parse.marked import marked_functions, modeling_modules
 
-BATCH, TOKENS = 2, 40
-"""Two sequences, longer than twice the twin's windows and no multiple of its chunks."""
+BATCH, TOKENS = 2, 72
+"""Two sequences, longer than four of the twin's windows and no multiple of its chunks."""
 _LINEAR = F.linear
 _CHOICES = {torch.topk, Tensor.topk}
 _PRODUCTS = {torch.matmul, Tensor.matmul, torch.einsum, torch.bmm, Tensor.bmm, Tensor.__matmul__}
@@ -227,24 +227,34 @@ def _watched(recorder: _Recorder) -> Iterator[None]:
         yield
 
 
+def tokens_for(model: nn.Module) -> int:
+    """A sequence that is long enough for a compressed entry of every attention to end."""
+    rates = [
+        value
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if "compress" in name and isinstance(value, int) and TOKENS // 2 < value <= 256
+    ]
+    return max([TOKENS, *(rate + 12 for rate in rates)])
+
+
 def run_ids(model: Any, seed: int, tokens: int = TOKENS) -> Tensor:
     """Random plain-text token ids, [BATCH, tokens]."""
     vocabulary = min(256, int(model.config.get_text_config().vocab_size))
     return torch.randint(vocabulary, (BATCH, tokens), generator=torch.Generator().manual_seed(seed))
 
 
-def observe(model: Any, *, seed: int = 0, tokens: int = TOKENS, shift: int = 0, **inputs: Any) -> Observation:
+def observe(model: Any, *, seed: int = 0, shift: int = 0, **inputs: Any) -> Observation:
     """Run the twin once, dropout off, gradients on.
 
     Args:
         model: the twin.
         seed: of the token ids.
-        tokens: length of the sequences.
         shift: added to every position that the model counts from 0.
         inputs: more arguments of the model's forward.
     """
     model.eval()
-    observation = Observation(model, run_ids(model, seed, tokens))
+    observation = Observation(model, run_ids(model, seed, tokens_for(model)))
     recorder = _Recorder(observation)
     with quiet(), _watched(recorder), _shifted(model, shift), recorder, torch.enable_grad():
         observation.output = model(input_ids=observation.ids, use_cache=False, **inputs)
@@ -257,10 +267,11 @@ def _shifted(model: nn.Module, shift: int) -> Iterator[None]:
     handles = []
 
     def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if next(module.children(), None) is not None and not _rotary(module):
+        rotary = not any(True for _ in module.parameters())
+        if next(module.children(), None) is not None and not rotary:
             return None
-        moved = tuple(_moved(a, shift) for a in args)
-        return moved, {name: _moved(value, shift) for name, value in kwargs.items()}
+        moved = tuple(_moved(a, shift, rotary) for a in args)
+        return moved, {name: _moved(value, shift, rotary) for name, value in kwargs.items()}
 
     if shift:
         handles = [m.register_forward_pre_hook(hook, with_kwargs=True) for m in model.modules()]
@@ -271,13 +282,12 @@ def _shifted(model: nn.Module, shift: int) -> Iterator[None]:
             handle.remove()
 
 
-def _rotary(module: nn.Module) -> bool:
-    return not any(True for _ in module.parameters())
-
-
-def _moved(value: Any, shift: int) -> Any:
+def _moved(value: Any, shift: int, rotary: bool) -> Any:
+    """A tensor of positions moved on: any integers that a module without weights reads, else a count 0, 1, 2 ..."""
     if not isinstance(value, Tensor) or value.is_floating_point() or value.dtype == torch.bool or value.dim() < 1:
         return value
+    if rotary:
+        return value + shift
     steps = torch.arange(value.shape[-1])
     counts = value.shape[-1] > 1 and bool((value - value[..., :1] == steps).all()) and bool((value[..., 0] < 8).all())
     return value + shift if counts else value

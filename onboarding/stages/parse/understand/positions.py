@@ -13,7 +13,8 @@ from onboarding.architecture import MixerRole
 from onboarding.stages.parse.understand.ledger import SHIFTED, Ledger, Sizes
 from onboarding.stages.parse.understand.observe import Call
 
-SHIFT = 97
+SHIFT = 128
+"""A multiple of every pool and chunk: attention that counts from absolute positions sees the same pools."""
 ANGLE = 2e-3
 """Largest error of a measured angle, in radians: fp32 cosines of positions around a hundred."""
 

@@ -84,7 +84,12 @@ def understand(
 
     def attempt(repaired: dict[str, Any], state: Attempt) -> tuple[TwinPlan, nn.Module, nn.Module]:
         state.config = models.resolve(repaired)
-        full = models.on_meta(state.config)
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.bfloat16)  # what stays in float32 then is so by the model's own code
+        try:
+            full = models.on_meta(state.config)
+        finally:
+            torch.set_default_dtype(before)
         chosen = plan or derive(repaired)
         return chosen, full, build_twin(chosen)
 

@@ -34,11 +34,13 @@ def understand_residual(view: LayerView, step: Observation, ledger: Ledger) -> R
     terms = _terms(view, step)
     if terms and y.numel() > terms[0].value.numel() and y.numel() % terms[0].value.numel() == 0:
         return _hyper(view, x, y, terms, ledger)
-    for others in _others(view, terms):
-        columns = [x, *(t.value for t in others)]
-        error, fit = fit_sum(columns, y)
+    for count, others in enumerate(_others(view, terms)):
+        error, fit = fit_sum([x, *(t.value for t in others)], y)
         if error <= EXACT:
             return _sum_role(view, x, others, fit, error, ledger)
+        role = None if count else _per_channel(x, y, terms, ledger)
+        if role is not None:
+            return role
     keep = [p for p in view.of("other") if p.call.results()]
     for part in keep:
         keep_subgraph(part.call, "residual", ledger)
@@ -104,13 +106,38 @@ def _sum_role(
     scaled = abs(kept - 1) > 1e-3 or any(abs(s - 1) > 1e-3 for s in scales)
     parallel = _parallel(view, x, terms)
     if abs(kept) < 1e-6:
-        kind, words = "none", "the stream is replaced"
+        normed = any(t.part.role == "norm" and abs(f) > 1e-6 for t, f in zip(terms, fit[1:], strict=True))
+        kind = "normed" if normed else "novel"
+        words = "the normed stream goes on" if normed else "the stream is replaced by what a module of its own makes"
     else:
         kind = "parallel" if parallel else "scaled" if scaled else "plain"
         factors = f", factors {', '.join(f'{s:g}' for s in scales)}" if scaled else ""
         words = {"parallel": "parallel", "scaled": "scaled", "plain": "plain"}[kind] + factors
+    if kind == "novel":
+        for term in terms:
+            if term.part.role == "other":
+                keep_subgraph(term.part.call, "residual", ledger)
+        return ResidualRole(kind=kind)
     ledger.claim("residual", f"residual: {words}", IDENTITY + " (least squares)", error, EXACT)
     return ResidualRole(kind=kind, scale=scales[0] if scaled and scales else 1.0)
+
+
+def _per_channel(x: Tensor, y: Tensor, terms: list[_Term], ledger: Ledger) -> ResidualRole | None:
+    """Each channel has factors of its own: y_c = a_c x_c + sum b_c part_c + constant."""
+    width = x.shape[-1]
+    rows = [t.value.detach().double().reshape(-1, width) for t in terms if t.value.numel() == x.numel()]
+    if len(rows) != len(terms):
+        return None
+    flat = x.reshape(-1, width)
+    a = torch.stack([flat, *rows, torch.ones_like(flat)], dim=-1).transpose(0, 1)
+    target = y.reshape(-1, width).T[..., None]
+    made = a @ (torch.linalg.pinv(a, rtol=1e-9) @ target)
+    error = float((made - target).norm() / target.norm().clamp_min(1e-12))
+    if error > EXACT:
+        return None
+    check = "least squares of each channel in the stream and part outputs"
+    ledger.claim("residual", "residual: scaled channel by channel", check, error, EXACT)
+    return ResidualRole(kind="scaled")
 
 
 def _parallel(view: LayerView, x: Tensor, terms: list[_Term]) -> bool:

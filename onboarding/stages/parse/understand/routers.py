@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -18,6 +18,10 @@ from onboarding.stages.parse.understand.semantics import SCORES, RouterForm, rou
 from onboarding.stages.parse.uses.proof import relative_error
 
 CHECK = "choices and weights of another step from its logits: sets equal, values and gradient"
+
+
+RouterWords = Callable[[RouterForm], RouterForm]
+"""From a form at the twin's sizes to the published one."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +42,10 @@ def routing_of(step: Observation, path: str, index: Tensor, weights: Tensor, bef
     """The logits behind a choice of experts; None: no linear layer leads to the weights."""
     calls = [c for c in step.inside(path, "linear") if c.position < before]
     found = source_of(weights, calls)
-    if found is None:
-        return None
-    call = found[0]
     k = index.shape[-1]
+    call = found[0] if found is not None else _chooser(calls, index.reshape(-1, k))
+    if call is None:
+        return None
     return Routing(
         logits=call.output.reshape(-1, call.output.shape[-1]),
         index=index.reshape(-1, k),
@@ -50,7 +54,19 @@ def routing_of(step: Observation, path: str, index: Tensor, weights: Tensor, bef
     )
 
 
-def prove_router(module: nn.Module, first: Routing, second: Routing, ids: Tensor, ledger: Ledger) -> RouterForm | None:
+def _chooser(calls: list[Call], index: Tensor) -> Call | None:
+    """The layer whose best outputs are the choice, where the weights do not depend on it (one expert, renormalised)."""
+    for call in reversed(calls):
+        logits = call.output.reshape(-1, call.output.shape[-1])
+        fits = logits.shape[0] == index.shape[0] and logits.shape[-1] >= index.shape[-1]
+        if fits and _same_sets(logits.topk(index.shape[-1], dim=-1).indices, index):
+            return call
+    return None
+
+
+def prove_router(
+    module: nn.Module, first: Routing, second: Routing, ids: Tensor, ledger: Ledger, published: RouterWords
+) -> RouterForm | None:
     """The form of a router, or None where no form explains its choices and weights."""
     if first.logits.shape[0] != first.index.shape[0]:
         ledger.unproven("router", "router", "its logits do not have a row a token")
@@ -63,15 +79,15 @@ def prove_router(module: nn.Module, first: Routing, second: Routing, ids: Tensor
         for form in scored:
             for chosen, bias in _choice_forms(module, form, first):
                 if _same_sets(route_choice(first.logits, bias, chosen), first.index):
-                    return chosen if _prove(chosen, bias, second, ledger) else None
+                    return chosen if _prove(chosen, bias, second, ledger, published) else None
             if _hashed(module, first, ids):
                 hashed = replace(form, choose_by="token")
-                return hashed if _prove(hashed, None, second, ledger) else None
+                return hashed if _prove(hashed, None, second, ledger, published) else None
     ledger.unproven("router", f"router: {scored[0].words()}", "the weights agree, the choice of experts does not")
     return None
 
 
-def _prove(form: RouterForm, bias: Tensor | None, second: Routing, ledger: Ledger) -> bool:
+def _prove(form: RouterForm, bias: Tensor | None, second: Routing, ledger: Ledger, published: RouterWords) -> bool:
     chosen = route_choice(second.logits, bias, form) if form.choose_by != "token" else second.index
     agree = _same_sets(chosen, second.index)
     with torch.enable_grad():
@@ -80,9 +96,11 @@ def _prove(form: RouterForm, bias: Tensor | None, second: Routing, ledger: Ledge
         error = relative_error(second.weights, expected)
         noise = torch.randn(expected.shape, generator=torch.Generator().manual_seed(41), dtype=torch.float64)
         theirs = torch.autograd.grad((expected * noise).sum(), wide)[0]
-        mine = torch.autograd.grad((second.weights.double() * noise).sum(), second.linear.output, retain_graph=True)[0]
-    error = max(error, relative_error(mine.reshape(theirs.shape), theirs))
-    words = form.words() + (", chosen by the token itself" if form.choose_by == "token" else "")
+        if second.weights.requires_grad and float(theirs.abs().max()) > 1e-12:
+            total = (second.weights.double() * noise).sum()
+            mine = torch.autograd.grad(total, second.linear.output, retain_graph=True)[0]
+            error = max(error, relative_error(mine.reshape(theirs.shape), theirs))
+    words = published(form).words() + (", chosen by the token itself" if form.choose_by == "token" else "")
     return ledger.claim("router", f"router: {words}", CHECK, error if agree else float("inf"), CLOSE)
 
 
