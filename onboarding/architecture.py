@@ -150,6 +150,29 @@ class MixerRole(Record):
     position_scale: bool = False
     """Queries are scaled by their position."""
 
+    def words(self) -> str:
+        """E.g. ``sliding GQA 64/8 x 64, window 128, sinks, rope``."""
+        states = {"linear": "linear attention", "mamba1": "Mamba", "mamba2": "Mamba-2", "recurrence": "recurrence"}
+        sizes = f"{self.query_heads}/{self.key_heads} x {self.head_dim}" if self.query_heads else ""
+        parts = [" ".join(filter(None, [states.get(self.kind, self.kind), self.heads, sizes]))]
+        numbers = {"window": self.window, "chunk": self.chunk, "top": self.top_k, "pools of": self.pool}
+        parts += [f"{word} {n}" for word, n in numbers.items() if n]
+        parts += [f"latent {self.latent}"] if self.latent else []
+        parts += ["delta rule"] if self.delta else []
+        parts += [f"decay per {self.decay}" if self.decay not in ("fixed", "none") else f"{self.decay} decay"] * bool(
+            self.decay
+        )
+        parts += [f"convolution {self.convolution}"] if self.convolution else []
+        parts += [f"indexer: {self.indexer}"] if self.indexer else []
+        parts += ["qk-norm"] if self.qk_norm else []
+        parts += ["sinks"] if self.sinks else []
+        parts += [f"softcap {self.softcap:g}"] if self.softcap else []
+        parts += [f"{self.output_gate} output gate"] if self.output_gate else []
+        parts += [f"{self.bias} bias"] if self.bias else []
+        positions = f"{self.positions} {self.rotary_dims}" if self.positions == "partial rope" else self.positions
+        parts += ["no positions" if positions == "none" else positions] if positions else []
+        return ", ".join(parts)
+
 
 class FeedForwardRole(Record):
     """What works on each position alone."""
@@ -182,6 +205,18 @@ class FeedForwardRole(Record):
     latent: int | None = None
     """Width in which routed experts work, where it is not the model's."""
 
+    def words(self) -> str:
+        """E.g. ``128 experts of 2880, silu, interleaved, clamp 7; softmax, top 4, renormalised``."""
+        what = f"{self.experts} experts" if self.kind == "experts" else self.kind
+        parts = [what + (f" of {self.width}" if self.width else "")]
+        parts += [("gated " if self.gated else "") + self.activation] if self.activation else []
+        parts += [self.layout] if self.layout in ("interleaved", "concatenated") else []
+        parts += [f"clamp {self.limit:g}"] if self.limit else []
+        parts += ["biases"] if self.bias else []
+        parts += [f"{self.shared} shared"] if self.shared else []
+        parts += [f"latent {self.latent}"] if self.latent else []
+        return ", ".join(parts) + (f"; {self.router}" if self.router else "")
+
 
 class NormRole(Record):
     """A normalisation and where it stands."""
@@ -210,6 +245,17 @@ class BlockRoles(Record):
     feed_forwards: list[FeedForwardRole] = Field(default_factory=list)
     residual: ResidualRole | None = None
     norms: list[NormRole] = Field(default_factory=list)
+
+    def lines(self) -> list[tuple[str, str]]:
+        """What it is made of, part by part: (part, words)."""
+        found = [("mixer", mixer.words()) for mixer in self.mixers]
+        found += [("feed-forward", forward.words()) for forward in self.feed_forwards]
+        if self.residual is not None:
+            streams = f", {self.residual.streams} streams" if self.residual.streams > 1 else ""
+            factor = f", x {self.residual.scale:g}" if self.residual.scale != 1.0 else ""
+            found.append(("residual", self.residual.kind + streams + factor))
+        norms = dict.fromkeys(f"{norm.place} {norm.form}" for norm in self.norms)
+        return [*found, ("norms", "; ".join(norms))] if norms else found
 
 
 class NovelReference(Record):

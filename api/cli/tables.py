@@ -10,6 +10,7 @@ from rich.text import Text
 
 from api.cli.live import STYLES
 from api.dashboard.formats import STATE_WORDS, count, duration, milliseconds, percent
+from onboarding.architecture import BlockRoles
 
 KIND_STYLES = (
     "black on bright_cyan",
@@ -82,6 +83,26 @@ def blocks_table(architecture: dict[str, Any]) -> Table:
     return table
 
 
+def roles_table(architecture: dict[str, Any]) -> Table:
+    """What each block kind is made of, as its reduced twin showed."""
+    table = plain("kind", "part", "what it is")
+    for block in architecture["blocks"]:
+        if block.get("roles"):
+            for part, words in BlockRoles.model_validate(block["roles"]).lines():
+                table.add_row(Text(block["letter"]), Text(part), Text(words))
+    return table
+
+
+def proofs_line(architecture: dict[str, Any]) -> Text:
+    """How many claims about roles were proven on the twin, and which were not."""
+    proofs = architecture.get("proofs") or []
+    missing = [p for p in proofs if not p["proven"]]
+    text = Text(f"{len(proofs)} claims about roles, {len(proofs) - len(missing)} proven on the reduced twin")
+    for proof in missing:
+        text.append(f"\nunproven  {proof['part']}: {proof['claim']} ({proof['reason'][:160]})")
+    return text
+
+
 def gaps_table(gaps: dict[str, Any]) -> Table:
     """Gaps, largest share of the step first."""
     table = plain("gap", "share", "now", "floor", "provider today", right=("share", "now", "floor"))
@@ -108,6 +129,8 @@ def parse_view(outcome: dict[str, Any]) -> RenderableType:
     for part, n in census["not_built"].items():
         roles.add_row(Text(f"{part}, in the checkpoint only"), count(n), percent(n / census["total"]))
     parts: list[RenderableType] = [head, "", strip(a), "", blocks_table(a), "", roles]
+    if a.get("proofs"):
+        parts += ["", roles_table(a), proofs_line(a)]
     if outcome["gaps"] is not None:
         gaps = outcome["gaps"]
         where = f"projection for {gaps['target']} at {gaps['sequence_length']} tokens"

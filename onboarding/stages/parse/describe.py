@@ -70,8 +70,13 @@ def letters_for(mixers: list[str]) -> dict[str, str]:
 
 def feed_forward_width(module: nn.Module) -> int | None:
     """The inner width of a feed-forward: what its last projection reads."""
-    linear = [m for m in module.modules() if isinstance(m, nn.Linear)]
-    return linear[-1].in_features if len(linear) > 1 else None
+    widths: list[int] = []
+    for child in module.modules():
+        if isinstance(child, nn.Linear):
+            widths.append(child.in_features)
+        elif type(child).__name__ == "Conv1D":  # GPT-2's linear layer, its weight the other way round
+            widths.append(int(child.get_parameter("weight").shape[0]))
+    return widths[-1] if len(widths) > 1 else None
 
 
 def feed_forward_words(layer: nn.Module, roles: LayerRoles) -> str:

@@ -50,6 +50,8 @@ def place_of(call: Call, view: LayerView, step: Observation) -> str:
 def _inner_place(call: Call, part: Part, step: Observation) -> str:
     attention = next((c for c in step.inside(part.path, "attention")), None)
     width = call.results()[0].shape[-1]
+    if part.role == "other":
+        return "inner"
     if attention is None:
         after = [c for c in step.inside(part.path, "linear") if c.position > call.position]
         return "output" if len(after) == 1 else "inner"

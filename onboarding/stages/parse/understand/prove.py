@@ -36,6 +36,9 @@ from onboarding.stages.parse.understand.residuals import understand_residual
 from onboarding.twin import TwinPlan, derive, models
 from onboarding.twin import build as build_twin
 
+STATES = ("linear", "mamba1", "mamba2", "recurrence")
+"""Mixers that carry a state along the sequence."""
+
 
 @dataclass
 class Understanding:
@@ -66,10 +69,26 @@ def complete(architecture: Architecture, config: dict[str, Any], *, plan: TwinPl
     """The architecture with the roles of its blocks, the facts of the model and all proofs filled in."""
     kinds = [block.layers for block in architecture.blocks]
     found = understand(config, plan=plan, kinds=kinds)
-    blocks = [block.model_copy(update={"roles": _roles_of(block, found)}) for block in architecture.blocks]
+    blocks = [_with_roles(block, _roles_of(block, found)) for block in architecture.blocks]
     return architecture.model_copy(
         update={"blocks": blocks, "facts": found.facts, "proofs": found.proofs, "novel_references": found.novel}
     )
+
+
+def _with_roles(block: BlockKind, roles: BlockRoles | None) -> BlockKind:
+    """A block with its roles; what the trace could not name gets its words from them."""
+    if roles is None:
+        return block
+    states = any(mixer.kind in STATES for mixer in roles.mixers)
+    gathers = any(mixer.top_k for mixer in roles.mixers) or any(f.kind == "experts" for f in roles.feed_forwards)
+    update: dict[str, Any] = {
+        "roles": roles,
+        "sequence_dependent": block.sequence_dependent or states,
+        "sparse_memory_access": block.sparse_memory_access or gathers,
+    }
+    if block.feed_forward == "none" and roles.feed_forwards:
+        update["feed_forward"] = " + ".join(forward.words() for forward in roles.feed_forwards)
+    return block.model_copy(update=update)
 
 
 def _roles_of(block: BlockKind, found: Understanding) -> BlockRoles | None:
