@@ -17,6 +17,7 @@ FAMILIES = (
     "hyper_connection",
     "linear_cross_entropy",
     "rotary",
+    "routing",
 )
 
 

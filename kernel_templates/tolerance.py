@@ -52,6 +52,7 @@ class Cap:
 CAPS: dict[str, Cap] = {
     "norm": Cap(output=4e-3, gradient=5e-3),
     "gated_activation": Cap(output=4e-3, gradient=5e-3),
+    "routing": Cap(output=4e-3, gradient=5e-3),
     "rotary": Cap(output=4e-3, gradient=5e-3),
     "short_convolution": Cap(output=4e-3, gradient=5e-3),
     # gradients: up to two roundings of dz, one of the sum, one after scaling by what flows in
