@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from searching import solo, written
 
 import agents.ladder
 from agents.ladder import Climb
+from agents.llm.caller import Question
 from agents.llm.prompt import Data, fence, messages, shown
 from agents.roles import author, repairer
 from agents.roles.reporter import unknown_numbers
@@ -46,12 +48,13 @@ def test_the_corpus_is_large_enough() -> None:
 def test_the_request_around_injected_text_is_the_same(name: str) -> None:
     honest, evil = operators.spec(), injected(name)
     broken = Try(number=1, parent=None, origin="author", candidate="c", rung=4, reasons=[CORPUS[name]])
-    for ask in (
+    asks: tuple[Callable[[NovelSpec], Question], ...] = (
         lambda spec: author.question(spec.to_dict(), sample=0, lessons=[CORPUS[name]], template=None),
         lambda spec: repairer.question(
             spec.to_dict(), broken=broken, source=CORPUS[name], history=[broken], lessons=[CORPUS[name]]
         ),
-    ):
+    )
+    for ask in asks:
         built = []
         for spec in (honest, evil):
             question = ask(spec)

@@ -1,0 +1,159 @@
+"""Runs the evaluation suite: ``python -m benchmarks.agents.run [--draw N --seed S | --only a,b] --out FILE``.
+
+For each operator: a search with the configured language model (``ONBOARD_LLM_*``), the judge's verdict, what it took,
+and on a GPU the accepted kernel's time against torch.compile. Which operators are drawn depends on the seed only and is
+written before the first is tried. A run that is interrupted goes on where it stood: answers are in the ledger.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+from agents.llm.cassette import Recorder
+from agents.llm.endpoint import _sdk
+from agents.solo import Solo, Solved
+from benchmarks.agents import suite
+from onboarding.pipeline import JobOptions
+from onboarding.policy import RUNGS
+from onboarding.settings import Settings
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit status 0 when every drawn operator was searched to its end, accepted or not."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.agents.run", description=__doc__)
+    parser.add_argument("--only", default="", help="names, separated by commas")
+    parser.add_argument("--draw", type=int, default=0, help="draw so many of the suite")
+    parser.add_argument("--seed", type=int, default=0, help="of the draw")
+    parser.add_argument("--home", type=Path, default=Path(".onboard-evaluation"), help="a home of its own")
+    parser.add_argument("--out", type=Path, required=True, help="JSON of the results")
+    parser.add_argument("--cassette", type=Path, help="record every exchange here")
+    parser.add_argument("--responder", default="", help="who answers, for the results and the cassette")
+    parser.add_argument("--parallel", type=int, default=1, help="operators side by side")
+    options = parser.parse_args(arguments)
+    settings = Settings(home=options.home)
+    if not settings.llm.configured:
+        print("set ONBOARD_LLM_BASE_URL and ONBOARD_LLM_MODEL first", file=sys.stderr)
+        return 2
+    chosen = drawn(options.only, options.draw, options.seed)
+    results: dict[str, Any] = header(settings, options.responder, options.seed, chosen)
+    write(options.out, results)  # what was drawn stands there before anything is tried
+    send = _sdk(settings.llm)
+    if options.cassette is not None:
+        made = {"responder": options.responder, "model": settings.llm.model, "date": results["date"]}
+        send = Recorder(send, options.cassette, made)
+    bench = Solo(settings=settings, options=JobOptions(policy="llm", profile="standard"), send=send)
+
+    def one(name: str) -> tuple[str, dict[str, Any]]:
+        return name, evaluate(bench, name)
+
+    with ThreadPoolExecutor(max(1, options.parallel)) as pool:
+        for name, row in pool.map(one, chosen):
+            results["operators"][name] = row
+            write(options.out, results)
+            print(f"{name}: {'accepted' if row['accepted'] else row['reason']}", flush=True)
+    results["score"] = score(results["operators"])
+    write(options.out, results)
+    print(json.dumps(results["score"]))
+    return 0
+
+
+def drawn(only: str, draw: int, seed: int) -> list[str]:
+    """The operators of a run."""
+    every = suite.names()
+    if only:
+        wanted = [name for name in only.split(",") if name]
+        unknown = sorted(set(wanted) - set(every))
+        if unknown:
+            raise SystemExit(f"no operator {', '.join(unknown)}; known: {', '.join(every)}")
+        return wanted
+    return sorted(random.Random(seed).sample(every, min(draw or len(every), len(every))))
+
+
+def header(settings: Settings, responder: str, seed: int, chosen: list[str]) -> dict[str, Any]:
+    """What the results were made with."""
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu, interpreted"
+    return {
+        "suite": len(suite.names()),
+        "drawn": chosen,
+        "seed": seed,
+        "model": settings.llm.model,
+        "responder": responder,
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": commit,
+        "device": device,
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__},
+        "operators": {},
+    }
+
+
+def evaluate(bench: Solo, name: str) -> dict[str, Any]:
+    """One operator's row."""
+    spec, begin = suite.load(name), time.monotonic()
+    solved = bench.search(spec)
+    row = row_of(solved, time.monotonic() - begin)
+    row["speed"] = timed(solved.source, name) if solved.accepted and torch.cuda.is_available() else None
+    return row
+
+
+def row_of(solved: Solved, seconds: float) -> dict[str, Any]:
+    """What came of a search, as JSON."""
+    verdict = solved.verdict
+    return {
+        "accepted": solved.accepted,
+        "reason": solved.reason,
+        "level": verdict.level if verdict else "",
+        "worst_share": verdict.worst_share if verdict else None,
+        "cases": len(verdict.cases) if verdict else 0,
+        "tries": [{"origin": t.origin, "rung": RUNGS[t.rung], "refused": t.refused} for t in solved.tries],
+        "spent": asdict(solved.spent),
+        "seconds": round(seconds, 1),
+        "lines": solved.source.count("\n"),
+    }
+
+
+def timed(source: str, name: str) -> dict[str, float]:
+    """Milliseconds of forward and backward, and of torch.compile on the reference: our own code, so in this process."""
+    from benchmarks.agents.speed import compare
+
+    return compare(source, suite.load(name))
+
+
+def score(rows: dict[str, Any]) -> dict[str, Any]:
+    """The suite's score."""
+    accepted = [row for row in rows.values() if row["accepted"]]
+    total: Callable[[str], float] = lambda what: sum(row["spent"][what] for row in rows.values())  # noqa: E731
+    return {
+        "operators": len(rows),
+        "accepted": len(accepted),
+        "accepted_first_try": sum(len(row["tries"]) == 1 for row in accepted),
+        "tokens": total("tokens"),
+        "money": total("money"),
+        "seconds": round(sum(row["seconds"] for row in rows.values()), 1),
+    }
+
+
+def write(path: Path, results: dict[str, Any]) -> None:
+    """Write the results whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_suffix(".part")
+    aside.write_text(json.dumps(results, indent=1) + "\n")
+    aside.replace(path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
