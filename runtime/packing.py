@@ -97,6 +97,17 @@ def prove_isolation(model: nn.Module, boundaries: Boundaries, forward: Callable[
         Refused: ``packing-leaks`` where something else than a module of the blocks leaks.
     """
     device = next(p.device for p in model.parameters())
+    training = model.training
+    model.eval()  # dropout would differ between the two passes
+    try:
+        return _prove(model, boundaries, forward, device)
+    finally:
+        model.train(training)
+
+
+def _prove(
+    model: nn.Module, boundaries: Boundaries, forward: Callable[[Tensor, Tensor], Any], device: torch.device
+) -> list[str]:
     isolated: list[str] = []
     while True:
         boundaries.set([list(PROBE)], device)

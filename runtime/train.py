@@ -11,6 +11,7 @@ import argparse
 import os
 import sys
 import time
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -150,26 +151,12 @@ class Run:
         """Resume, train, save, export; gives the exit status."""
         begun = time.monotonic()
         self._say_what_runs()
-        places = self._resume()
-        share = self.config.step.batch // self.world.size
-        mine = range(self.world.rank * share, (self.world.rank + 1) * share)
-        data = Prefetcher(
-            Stream(
-                self.checked.source,
-                self.checked.encoder,
-                self.config.data,
-                lanes=self.config.step.batch,
-                mine=list(mine),
-                microbatch=self.config.step.microbatch,
-                places=places,
-            )
-        )
-        try:
+        with ExitStack() as ended:
+            ended.callback(self.telemetry.close)
+            ended.callback(self.writer.wait)
+            data = self._data(self._resume())
+            ended.callback(data.close)
             stopped = self._steps(data)
-        finally:
-            data.close()
-            self.writer.wait()
-            self.telemetry.close()
         if stopped:
             self.voice.say("stopped", step=self.step, why=stopped)
             return 1 if self.alerted else 0
@@ -184,6 +171,21 @@ class Run:
             path=str(path),
         )
         return 0
+
+    def _data(self, places: list[Place] | None) -> Prefetcher:
+        """This rank's lanes, from their places on."""
+        config = self.config
+        share = config.step.batch // self.world.size
+        stream = Stream(
+            self.checked.source,
+            self.checked.encoder,
+            config.data,
+            lanes=config.step.batch,
+            mine=range(self.world.rank * share, (self.world.rank + 1) * share),
+            microbatch=config.step.microbatch,
+            places=places,
+        )
+        return Prefetcher(stream)
 
     def _steps(self, data: Prefetcher) -> str:
         """All steps that are left; gives why it stopped early, empty where it did not."""

@@ -30,4 +30,3 @@ class StopWish:
         caught = signal.Signals(number)
         self.wished = caught.name
         signal.signal(caught, self._before.get(caught, signal.SIG_DFL))
-
