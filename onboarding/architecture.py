@@ -21,6 +21,7 @@ Hook = Literal[
     "hyper_connection",
     "linear_cross_entropy",
     "rotary",
+    "routing",
 ]
 
 

@@ -60,9 +60,9 @@ class Call:
     """Inputs that require a gradient."""
     expected: dict[str, Expected] = field(default_factory=dict)
     well_posed: bool = True
-    """fp32 calls: no exact result moves by half its limit when the inputs move by a few units in the last place.
-
-    Where one does (a value within rounding of a clamp's limit flips a gradient), no kernel can be held to the limit.
+    """Whether a kernel can be held to the limits: the family's own algorithm meets its cap, everything is finite, and
+    (fp32) no exact result moves by half its limit when the inputs move by a few units in the last place, as one does
+    where a value lies within rounding of a clamp.
     """
 
 
@@ -129,6 +129,8 @@ def expect(call: Call) -> Call:
         assert source is not None
         gradient_of = name.removeprefix("grad ") if name.startswith("grad ") else None
         error, factor = _relative(noise[name], value), luck(effective_count(noise[name]))
+        fair = error <= max(tolerance.cap(call.spec.family, dtype, gradient_of), tolerance.FLOORS[dtype])
+        call.well_posed &= fair and bool(value.isfinite().all())
         call.expected[name] = Expected(
             name=name,
             value=value,
@@ -138,7 +140,7 @@ def expect(call: Call) -> Call:
         )
     if dtype is torch.float32:
         moved = _evaluate(_neighbours(call, 1, _FEW_ULPS)[0], torch.float64, rounded=False)
-        call.well_posed = all(e.compare(moved[n]).error <= 0.5 * e.limit for n, e in call.expected.items())
+        call.well_posed &= all(e.compare(moved[n]).error <= 0.5 * e.limit for n, e in call.expected.items())
     return call
 
 
@@ -234,18 +236,22 @@ def _evaluate(call: Call, dtype: torch.dtype, *, rounded: bool) -> dict[str, Ten
 def sensitivity(expected: Expected, call: Call) -> float | None:
     """The smallest share of its limit by which a worthless result would miss; above 1 the tolerance can tell.
 
-    The worthless results: zeros, a constant, each input of the same shape, a flipped sign, half the mantissa. None
-    where nothing can be told: no elements, or an exact result of zeros.
+    The worthless results: zeros, a constant, what is given in the same shape (inputs for an output, what flows in for
+    a gradient, unless that is the right result), a flipped sign, half the mantissa. None where nothing can be told: no
+    elements, or an exact result of zeros.
     """
     value = expected.value
     if value.numel() == 0 or not bool(value.any()):
         return None
-    impostors = [torch.zeros_like(value), -value, half_mantissa(value, working_dtype(call.spec))]
+    impostors = [torch.zeros_like(value), -value]
+    if expected.dtype.is_floating_point:  # a choice (integers) has no mantissa
+        impostors.append(half_mantissa(value, working_dtype(call.spec)))
     if value.numel() > 1:
         impostors.append(value.mean().expand_as(value))
-    if not expected.name.startswith("grad "):
-        impostors += [t for t in call.tensors.values() if t is not None and t.shape == value.shape]
+    given = call.upstream if expected.name.startswith("grad ") else call.tensors
     errors = [expected.compare(impostor).error for impostor in impostors]
+    same = [expected.compare(t).error for t in given.values() if t is not None and t.shape == value.shape]
+    errors += [error for error in same if error > 0]
     return min(errors) / expected.limit if all(math.isfinite(e) for e in errors) else 0.0
 
 

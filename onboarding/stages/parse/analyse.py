@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,10 +19,10 @@ from onboarding.stages.parse.describe import feed_forward_words, kind_mixers, le
 from onboarding.stages.parse.eager import eager_costs
 from onboarding.stages.parse.growth import add, laws_of, scale, totals
 from onboarding.stages.parse.memory import estimate_memory
-from onboarding.stages.parse.repair import Attempt, with_repairs
+from onboarding.stages.parse.repair import Attempt, Repair, with_repairs
 from onboarding.stages.parse.roles import AUDIO, VISION, ModelRoles, find_roles
 from onboarding.stages.parse.sanity import check_sizes
-from onboarding.stages.parse.structure import Structure, find_structure
+from onboarding.stages.parse.structure import Kind, Structure, find_structure
 from onboarding.stages.parse.trace import trace_model
 from onboarding.stages.parse.tracer import Operation, Trace
 from onboarding.stages.parse.uses.propose import Proposals, propose_uses
@@ -56,7 +56,7 @@ def analyse(config: dict[str, Any], *, tokens: int, name: str = "", assume: bool
             ``partial`` holds what could be read before.
     """
     check_sizes(config)
-    traced, _, repairs = with_repairs(config, partial(_traced, tokens=tokens), assume=assume)
+    traced, _, repairs = trace_with_repairs(config, tokens=tokens, assume=assume)
     model, structure, trace = traced.model, traced.structure, traced.trace
     built: Any = model.config
     roles = find_roles(model, structure, trace)
@@ -99,6 +99,13 @@ class _Traced:
     trace: Trace
 
 
+def trace_with_repairs(
+    config: dict[str, Any], *, tokens: int, assume: bool
+) -> tuple[_Traced, dict[str, Any], list[Repair]]:
+    """Build and trace a configuration, with what its class leaves unset filled in; see :func:`with_repairs`."""
+    return with_repairs(config, partial(_traced, tokens=tokens), assume=assume)
+
+
 def _traced(config: dict[str, Any], state: Attempt, *, tokens: int) -> _Traced:
     """Build and trace; a failure carries what was read up to it."""
     try:
@@ -125,6 +132,10 @@ def _traced_in(config: dict[str, Any], state: Attempt, tokens: int, dtype: torch
         ) from None
     try:
         trace = trace_model(model, mode, structure, tokens)
+        if not trace.backward:  # a reversible stack runs every layer again in its backward: none can be left out
+            alone = replace(structure, kinds=tuple(Kind(layers=(i,)) for i in range(len(structure.layers))))
+            again = trace_model(model, mode, alone, tokens)
+            structure, trace = (alone, again) if again.backward else (structure, trace)
     except Problem as problem:
         problem.extra["partial"] = {
             "class_name": type(model).__name__,
@@ -200,7 +211,7 @@ def owner_of_operations(trace: Trace, proposals: Proposals) -> list[str]:
         digest, path = "", operation.path
         while path and not digest:
             digest = proposals.owner.get(path, "")
-            if digest and families[digest] == "gated_activation" and operation.matmul:
+            if digest and families[digest] in ("gated_activation", "routing") and operation.matmul:
                 digest = ""  # the projections stay torch's
             path = path.rpartition(".")[0]
         # what the whole model's own forward does is its loss

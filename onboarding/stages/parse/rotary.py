@@ -67,7 +67,8 @@ def observed(sink: Sink, module: ModuleType, attribute: str) -> Callable[..., An
         tensors = {"q": given.pop(names[0]), "k": given.pop("k", None), "cos": given.pop("cos")}
         given.pop("sin")
         found = {n: t for n, t in tensors.items() if isinstance(t, torch.Tensor)}
-        if "q" not in found or "cos" not in found:
+        inside = any(known.place == sink.path for known in sink.rotary)  # a part of another such function
+        if inside or "q" not in found or "cos" not in found:
             return function(*args, **kwargs)
         call = RotaryCall(
             path=sink.path,

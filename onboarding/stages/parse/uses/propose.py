@@ -17,6 +17,7 @@ from onboarding.stages.parse.roles import (
     HEAD,
     NORM,
     RESIDUAL,
+    ROUTER,
     SHARED,
     VISION,
     ModelRoles,
@@ -36,6 +37,7 @@ from onboarding.stages.parse.uses.linear_attention import prove_linear_attention
 from onboarding.stages.parse.uses.loss import ProvenLoss, prove_loss
 from onboarding.stages.parse.uses.norms import prove_norm
 from onboarding.stages.parse.uses.rotary import prove_rotary
+from onboarding.stages.parse.uses.routing import ProvenRouter, prove_routing
 from onboarding.stages.parse.uses.short_convolution import prove_short_convolution
 
 _DTYPES = {"torch.bfloat16": "bfloat16", "torch.float32": "float32", "torch.float16": "float16"}
@@ -129,6 +131,8 @@ class Proposer:
             self._add(
                 spec, call, module, "gated_norm" if gated else "norm", attributes, self._norm_role(call.path, gated)
             )
+        elif role == ROUTER and not isinstance(module, nn.Linear) and next(module.children(), None) is None:
+            self._router(call, module, dtype)
         elif role in (DENSE, SHARED) and 2 <= sum(isinstance(c, nn.Linear) for c in module.children()) <= 3:
             shapes = tuple(tuple(p.shape) for p in module.parameters())
             proven: GatedMlp | None = self._once((type(module), shapes, dtype), lambda: prove_gated_mlp(module, dtype))
@@ -196,6 +200,15 @@ class Proposer:
                 self._unproven(module, f"short convolution {leaf.name}")
                 return
             self._add(spec, call, module, "short_convolution", {}, "short convolution", marked.attribute, leaf)
+
+    def _router(self, call: ModuleCall, module: nn.Module, dtype: str) -> None:
+        """A module whose forward is a router; parts of others (a linear layer, a block of experts) are none."""
+        hidden = call.shapes[0][-1]
+        shapes = tuple(tuple(p.shape) for p in module.parameters())
+        key = (type(module), shapes, dtype, "router", module.extra_repr())
+        proven: ProvenRouter | None = self._once(key, lambda: prove_routing(module, hidden, dtype))
+        if proven is not None:
+            self._add(proven.spec, call, module, "routing", proven.attributes, "router")
 
     def _rotary(self, call: RotaryCall) -> None:
         dtype = _DTYPES.get(call.dtype)
