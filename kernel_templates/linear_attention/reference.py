@@ -32,14 +32,17 @@ def reference(tensors: dict[str, Tensor | None], spec: Spec) -> dict[str, Tensor
     q_factor, k_factor = _factors(q, k, spec)
     q, k = q * q_factor * _scale(q, spec), k * k_factor
     outputs = []
-    for t in range(q.shape[1]):
-        if g is not None:
-            state = state * g[:, t, :, :, None].exp()
-        new = v[:, t]
-        if beta is not None:
-            new = (new - torch.einsum("nhkv,nhk->nhv", state, k[:, t])) * beta[:, t, :, None]
-        state = state + k[:, t, :, :, None] * new[:, :, None]
-        outputs.append(torch.einsum("nhkv,nhk->nhv", state, q[:, t]))
+    # cut into tokens once: the gradient of x[:, t] is a tensor of zeros as large as x, for every t
+    decay = g.exp()[..., None].unbind(1) if g is not None else ()
+    beta_t = beta[..., None, None].unbind(1) if beta is not None else ()
+    tokens = zip(q[..., None, :].unbind(1), k.unbind(1), v[..., None, :].unbind(1), strict=True)
+    for t, (q_row, k_t, new) in enumerate(tokens):
+        if decay:
+            state = state * decay[t]
+        if beta_t:
+            new = (new - k_t[..., None, :] @ state) * beta_t[t]
+        state = state + k_t[..., None] * new
+        outputs.append((q_row @ state).squeeze(-2))
     o = torch.stack(outputs, dim=1) if outputs else v
     return {"o": _unpacked(o, tensors), "final_state": state}
 

@@ -25,8 +25,6 @@ MODULES = (
     "onboarding.stages.judge.child",
     "onboarding.stages.align.child",
     "transformers.models.auto.modeling_auto",
-    "torch._inductor.config",  # what switching deterministic algorithms on imports
-    "triton.compiler.code_generator",  # what the interpreter's first launch imports
 )
 """What is imported beforehand: the programs that jobs run confined, and what they import late."""
 START_S = 120.0

@@ -6,6 +6,8 @@ secret, no candidate and no result, and never touches CUDA; each fork serves one
 into its own user, mount, process, network and ipc namespaces and gives up every privilege (``launcher.py``) before
 the program's first line runs, so that what lives beside it (this process, other forks) is out of its sight and reach.
 
+A module may define ``prepare()``, which is called once it is imported, for what it would otherwise import late.
+
 Requests come over the control socket, one message each: the launcher's configuration as JSON, with ``module``, and
 descriptors: status pipe, stdout, stderr, then the program's own, whose numbers are its first arguments. On the status
 pipe the fork says its process id and, at the end, the exit status; when nobody reads it any more the fork ends with
@@ -42,8 +44,8 @@ def main(arguments: list[str]) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks report by their status pipe and need no burial
-    for module in modules:
-        importlib.import_module(module)
+    for name in modules:
+        getattr(importlib.import_module(name), "prepare", lambda: None)()
     gc.collect()
     gc.freeze()  # the collector would otherwise touch, and so copy, every page that is shared with the forks
     launcher.prctl(PR_SET_DUMPABLE, 0)  # its memory is nobody's to read or write, whatever else may fail

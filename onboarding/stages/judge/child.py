@@ -22,6 +22,7 @@ import triton.language
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from kernel_templates import interpreter
 from kernel_templates.bind import Operator, bind
@@ -43,6 +44,12 @@ class Buffers:
             self.storages[name] = _read(data).to(device)
             view = _image(data).view(self.storages[name]).detach()
             self.views[name] = view.requires_grad_(data.get("requires_grad", False))
+
+    def leaves(self, needs: list[str] | None) -> dict[str, Tensor | None]:
+        """The tensors, and which of them require a gradient: as described, or those named in ``needs``."""
+        if needs is None:
+            return self.views
+        return {n: None if t is None else t.detach().requires_grad_(n in needs) for n, t in self.views.items()}
 
     def overwrite(self, described: dict[str, Any]) -> None:
         """Other values at the same addresses in the same tensors, without a trace in their version counters."""
@@ -79,7 +86,8 @@ class Session:
             )
             return {"inputs": list(self.operator.inputs), "outputs": list(self.operator.outputs)}
         if kind == "case":
-            return {"calls": self._case(request["calls"], Path(request["out"]))}
+            interleaved = bool(request.get("interleaved"))
+            return {"calls": self._case(request["calls"], Path(request["out"]), interleaved)}
         if kind == "hollow":
             restore = _hollow_kernels()
             try:
@@ -90,23 +98,46 @@ class Session:
             return {"operators": self._operators(request["calls"][0])}
         raise ValueError(f"unknown request {kind!r}")
 
-    def _case(self, calls: list[dict[str, Any]], out: Path) -> list[dict[str, Any]]:
-        """Run every call, and only then write down what came of each: results must outlive later calls."""
+    def _case(self, calls: list[dict[str, Any]], out: Path, interleaved: bool = False) -> list[dict[str, Any]]:
+        """Run every call, and only then write down what came of each: results must outlive later calls.
+
+        Args:
+            interleaved: run the second call before the first one's backward.
+        """
         buffers: list[Buffers] = []
+        upstreams: list[Buffers] = []
         results: list[tuple[dict[str, Tensor], dict[str, Tensor | None], float]] = []
         for call in calls:
+            if "same_as" in call:
+                buffers.append(buffers[call["same_as"]])
+                upstreams.append(upstreams[call["same_as"]])
+                continue
             if call["reuse"] is None:
                 buffers.append(Buffers(self.device, call["tensors"]))
             else:
                 buffers.append(buffers[call["reuse"]])
-                buffers[-1].overwrite(call["tensors"])
-            upstream = Buffers(self.device, call["upstream"])
+            upstreams.append(Buffers(self.device, call["upstream"]))
+        waiting = None
+        for number, call in enumerate(calls):
+            if call.get("reuse") is not None:
+                buffers[number].overwrite(call["tensors"])
             begin = time.perf_counter()
-            results.append((*self._run(buffers[-1].views, upstream.views), time.perf_counter() - begin))
+            leaves = buffers[number].leaves(call.get("needs"))
+            outputs = self._forward(leaves, call.get("mode", "plain"))
+            if interleaved and number == 0:
+                waiting = outputs, leaves
+                results.append((outputs, {}, 0.0))
+                continue
+            gradients = self._backward(outputs, leaves, upstreams[number].views)
+            results.append((outputs, gradients, time.perf_counter() - begin))
+            if waiting is not None:
+                results[0] = (waiting[0], self._backward(*waiting, upstreams[0].views), 0.0)
+                waiting = None
         written = []
         for number, (outputs, gradients, seconds) in enumerate(results):
             report: dict[str, Any] = {"seconds": seconds, "outputs": {}, "gradients": {}, "inputs": {}}
-            groups = (("outputs", outputs), ("gradients", gradients), ("inputs", buffers[number].storages))
+            inputs = {} if "same_as" in calls[number] else buffers[number].storages
+            groups = (("outputs", outputs), ("gradients", gradients), ("inputs", inputs))
             for group, tensors in groups:
                 for name, tensor in tensors.items():
                     if tensor is not None:
@@ -114,19 +145,32 @@ class Session:
             written.append(report)
         return written
 
-    def _run(
-        self, inputs: dict[str, Tensor | None], upstream: dict[str, Tensor | None]
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor | None]]:
+    def _forward(self, inputs: dict[str, Tensor | None], mode: str) -> dict[str, Tensor]:
         assert self.operator is not None
-        outputs = dict(zip(self.operator.outputs, self.operator(**inputs), strict=True))
+        operator, given = self.operator, list(inputs)
+
+        def run(*values: Tensor | None) -> tuple[Tensor, ...]:
+            return operator(**dict(zip(given, values, strict=True)))
+
+        if mode == "recompute":
+            found = checkpoint(run, *inputs.values(), use_reentrant=False)
+        elif mode == "compile":
+            found = torch.compile(run, backend="aot_eager", fullgraph=True)(*inputs.values())
+        else:
+            found = run(*inputs.values())
+        return dict(zip(operator.outputs, found, strict=True))
+
+    def _backward(
+        self, outputs: dict[str, Tensor], inputs: dict[str, Tensor | None], upstream: dict[str, Tensor | None]
+    ) -> dict[str, Tensor | None]:
         leaves = {n: t for n, t in inputs.items() if t is not None and t.requires_grad}
         sources = [(outputs[n], g) for n, g in upstream.items() if g is not None]
         if not leaves or not sources:
-            return outputs, {}
+            return {}
         found = torch.autograd.grad(
             [s for s, _ in sources], list(leaves.values()), [g for _, g in sources], allow_unused=True
         )
-        return outputs, dict(zip(leaves, found, strict=True))
+        return dict(zip(leaves, found, strict=True))
 
     def _operators(self, call: dict[str, Any]) -> dict[str, int]:
         """Torch operators on floating tensors in the candidate's host code, forward and backward, contiguous inputs."""
@@ -189,6 +233,15 @@ def _hollow_kernels() -> Any:
             cls.run = run
 
     return restore
+
+
+def prepare() -> None:
+    """What a warm parent does once for all its forks: the late imports of torch and Triton."""
+    import torch._inductor.config  # by the switch for deterministic algorithms
+    import triton.compiler.code_generator  # noqa: F401  # by the interpreter's first launch
+
+    torch.compile(torch.sin, backend="aot_eager")(torch.ones(2))  # the compiler's own
+    torch._dynamo.reset()
 
 
 def main() -> None:

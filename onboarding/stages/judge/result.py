@@ -40,6 +40,10 @@ class CaseReport(Record):
     """Inputs unchanged, outputs fresh, second call independent, poisoned memory, strides ..."""
     sensitivity: dict[str, float] = Field(default_factory=dict)
     """Smallest share by which zeros, a constant, a sign flip and half the mantissa fail; all above 1."""
+    block_map_of: str = ""
+    """The tensor with the largest share of its tolerance."""
+    block_map: list[list[float]] = Field(default_factory=list)
+    """RMS error of blocks of it (leading dims x last dim), as shares of its limit."""
     seconds: float = 0.0
 
 
@@ -61,6 +65,26 @@ class JudgeResult(StageResult):
     reasons: list[str] = Field(default_factory=list)
     """Why it was refused, most telling first."""
     sandbox: str
+    modes: dict[str, bool] = Field(default_factory=dict)
+    """Subsets of gradients, two calls alive, recomputed, ``torch.compile``: whether each gave the same results."""
+    operators: dict[str, int] = Field(default_factory=dict)
+    """torch's operators on floating tensors in the host code, forward and backward, counted."""
+    told: dict[str, int] = Field(default_factory=dict)
+    """By output or gradient: cases that would have refused a worthless result."""
+    void_cases: int = 0
+    """Cases that could not tell a worthless result; the candidate was not tried with them, others took their place."""
+    determinism: str = ""
+    """``bitwise`` (checked), or ``atomic`` as the candidate declares."""
+    numbers_beyond: list[int] = Field(default_factory=list)
+    """Numbers in the source that are larger than any size that was tried."""
+    not_run: list[str] = Field(default_factory=list)
+    """Checks that need what this machine has not, each with the reason."""
+    spec_digest: str = ""
+    judge_version: str = ""
+    """Digest of the code that the verdict rests on."""
+    software: dict[str, str] = Field(default_factory=dict)
+    """Versions, by name."""
+    seconds: float = 0.0
     next_move: str = ""
     """After a refusal: ``repair`` (a new candidate is made) or ``give_up`` (torch keeps serving the operator)."""
     document: ArtifactRef | None = None

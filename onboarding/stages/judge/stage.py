@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 
-import kernel_templates
 from kernel_templates.registry import load_spec
 from kernel_templates.spec import OperatorSpec
 from onboarding.context import StageContext
@@ -16,6 +15,7 @@ from onboarding.problem import Problem
 from onboarding.stages.generate.result import GenerateResult
 from onboarding.stages.judge.judging import judge
 from onboarding.stages.judge.result import JudgeResult
+from onboarding.stages.judge.version import judge_version
 
 
 def run(context: StageContext) -> JudgeResult:
@@ -98,15 +98,3 @@ class VerdictCache:
         temporary = path.with_suffix(f".{id(result)}")
         temporary.write_text(result.model_dump_json())
         temporary.replace(path)
-
-
-def judge_version(family: str) -> str:
-    """Digest of the code that a verdict rests on: judge, sandbox, shared kernel code, the family."""
-    templates = Path(kernel_templates.__file__).parent
-    here = Path(__file__).parent
-    folders = (here, here.parents[1] / "sandbox", templates, templates / family, templates / family / "configs")
-    digest = hashlib.sha256()
-    for folder in folders:
-        for path in sorted([*folder.glob("*.py"), *folder.glob("*.json")]):
-            digest.update(path.name.encode() + path.read_bytes())
-    return digest.hexdigest()

@@ -126,6 +126,25 @@ def compare(call: Call, returned: Returned, others: dict[str, Call]) -> tuple[li
     return errors, reasons
 
 
+def block_map(expected: Expected, actual: Tensor, side: int = 8) -> list[list[float]]:
+    """Where a result is off: RMS error of at most ``side`` x ``side`` blocks of it, as shares of its limit.
+
+    Rows are all leading dims, columns the last one. 1 means that a block alone uses up the tensor's allowance.
+    """
+    value = expected.value
+    if value.numel() == 0 or actual.shape != value.shape:
+        return []
+    columns = value.shape[-1] if value.ndim else 1
+    wrong = (actual.detach().to(value.device, torch.float64) - value).square().reshape(-1, columns)
+    allowed = expected.limit * float(value.square().mean().sqrt())
+    if allowed == 0:
+        return []
+    rows = [block.mean(0) for block in wrong.tensor_split(min(side, len(wrong)))]
+    parts = torch.stack(rows).tensor_split(min(side, columns), dim=1)
+    grid = torch.stack([part.mean(1) for part in parts], dim=1).sqrt() / allowed
+    return [[_finite(round(float(x), 3)) for x in row] for row in grid]
+
+
 def _diagnosis(name: str, actual: Tensor, expected: Expected, found: Any, others: dict[str, Call]) -> str:
     """What a wrong result looks like."""
     at = f"worst at {list(found.worst_index)}: {found.worst_actual:.6g} instead of {found.worst_expected:.6g}"

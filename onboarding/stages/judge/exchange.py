@@ -1,0 +1,96 @@
+"""How one call reaches the candidate: tensors as files, described in JSON, in layouts that the judge chose."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onboarding.stages.judge import images
+from onboarding.stages.judge.examinee import Examinee, Refusal
+from onboarding.stages.judge.images import Image
+from onboarding.stages.judge.oracle import Call
+
+
+@dataclass(kw_only=True)
+class Sent:
+    """A call on its way."""
+
+    request: dict[str, Any]
+    storages: dict[str, tuple[Tensor, Image]] = field(default_factory=dict)
+    """What the process finds in memory, to be compared with what is there afterwards."""
+
+
+def send(
+    examinee: Examinee,
+    number: int,
+    call: Call,
+    *,
+    large: bool,
+    reuse: int | None = None,
+    layout: str = "plain",
+    upstream_layout: str = "plain",
+    expanded: tuple[str, int] = ("", 0),
+) -> Sent:
+    """Write one call's tensors where the process can read them, and describe them."""
+    storages: dict[str, tuple[Tensor, Image]] = {}
+    tensors: dict[str, Any] = {}
+    upstream: dict[str, Any] = {}
+    for name, tensor in call.tensors.items():
+        if tensor is None:
+            tensors[name] = None
+            continue
+        how = "expanded" if name == expanded[0] else layout
+        storage, image = images.lay_out(tensor, how, large=large, expanded_dim=expanded[1])
+        storages[name] = (storage, image)
+        path = examinee.given / f"{number}.{name}.bin"
+        images.save(storage, path)
+        tensors[name] = image.to_json() | {"file": str(path), "requires_grad": name in call.needs}
+    for name, gradient in call.upstream.items():
+        if upstream_layout == "ones":
+            storage = torch.ones(1, dtype=gradient.dtype)
+            image = Image(
+                dtype=str(gradient.dtype).removeprefix("torch."),
+                shape=tuple(gradient.shape),
+                stride=(0,) * gradient.ndim,
+                offset=0,
+                elements=1,
+            )
+        else:
+            storage, image = images.lay_out(gradient, upstream_layout, large=large)
+        path = examinee.given / f"{number}.upstream.{name}.bin"
+        images.save(storage, path)
+        upstream[name] = image.to_json() | {"file": str(path)}
+    return Sent(request={"tensors": tensors, "upstream": upstream, "reuse": reuse}, storages=storages)
+
+
+def same_shapes(a: Call, b: Call) -> bool:
+    return all(
+        (s is None) == (t is None) and (s is None or t is None or (s.shape, s.dtype) == (t.shape, t.dtype))
+        for s, t in zip(a.tensors.values(), b.tensors.values(), strict=True)
+    )
+
+
+def again(number: int, needs: frozenset[str], mode: str = "plain") -> Sent:
+    """An earlier call once more, in another mode or with other inputs that require a gradient."""
+    return Sent(request={"same_as": number, "needs": sorted(needs), "mode": mode})
+
+
+def ask(examinee: Examinee, sent: list[Sent], kind: str = "case", **more: Any) -> list[Any]:
+    """Have the process run the calls; its report on each.
+
+    Raises:
+        Refusal: it raised, died or hung, or answers something else.
+    """
+    calls = [s.request for s in sent]
+    try:
+        answer = examinee.ask({"kind": kind, "calls": calls, "out": str(examinee.work), **more})
+    finally:
+        for path in examinee.given.glob("*.bin"):
+            path.unlink()
+    reports = answer.get("calls")
+    if not isinstance(reports, list) or len(reports) != len(sent):
+        raise Refusal("its process wrote noise instead of an answer")
+    return reports

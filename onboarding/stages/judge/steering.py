@@ -1,0 +1,281 @@
+"""Where a candidate could behave otherwise: sizes and values that its family's cases would not think of.
+
+A kernel that is wrong only from 5,000 rows, or that clamps weights above 8, passes every small and ordinary case. Three
+answers, none of which knows the fault beforehand:
+
+- every size that the spec fixes is tried at its published value, every other at the largest that the level can pay for;
+- numbers in the candidate's source are sizes one below, at and above which, and values at which, it is tried;
+- values span magnitudes: some elements of an input are multiplied by up to 2^7 (2^3 in fp16), or are such a number.
+
+What lies beyond the budget is not tried; the verdict names those numbers (:func:`beyond`).
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import math
+import random
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernel_templates.case import Case
+from kernel_templates.registry import family_module
+from kernel_templates.spec import OperatorSpec
+
+Tensors = dict[str, Tensor | None]
+
+_TALLEST = {
+    "norm": 6_500,
+    "gated_activation": 6_500,
+    "moe": 600,
+    "linear_attention": 300,
+    "linear_cross_entropy": 1_200,
+}
+_TALL = 2_500
+"""Largest size of what a spec does not fix (rows, tokens, length), by family: one or two seconds of interpretation."""
+_LITERAL = {"norm": 1 << 15, "gated_activation": 1 << 15}
+"""Largest size that a number in the source can lead to, where it is larger: one program takes 128 rows."""
+_COMPILED = 1 << 17
+_ELEMENTS = {"interpreted": 1 << 18, "compiled": 1 << 27}
+"""Most elements that the largest input of one case may have; a size that the source names may take four times that."""
+_HEADS = 8
+"""Heads are independent of each other and each costs as much as the first."""
+_GROWING = ("rows", "tokens", "length")
+_CONTRACT = frozenset({"FAMILY", "SPEC", "INPUTS", "OUTPUTS", "TRAITS", "CONFIGS", "INTERPRETER", "DETERMINISM"})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Numbers:
+    """Numbers in a candidate's code."""
+
+    sizes: tuple[int, ...] = ()
+    """Integers above 2, those of comparisons first."""
+    values: tuple[float, ...] = ()
+    """Absolute values of floats and integers between 2^-20 and 2^20, without 0 and 1."""
+
+
+def numbers_in(source: bytes) -> Numbers:
+    """Read the numbers of a candidate's code, constant expressions folded; none for what does not parse."""
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError):
+        return Numbers()
+    sizes: dict[int, int] = {}
+    values: set[float] = set()
+    for statement in tree.body:
+        if isinstance(statement, ast.Assign) and all(
+            isinstance(target, ast.Name) and target.id in _CONTRACT for target in statement.targets
+        ):
+            continue
+        compared = {id(n) for c in ast.walk(statement) if isinstance(c, ast.Compare | ast.If) for n in ast.walk(c)}
+        for node in ast.walk(statement):
+            number = _constant(node) if isinstance(node, ast.expr) else None
+            if number is None or not math.isfinite(number):
+                continue
+            if 2.0**-20 <= abs(number) <= 2.0**20 and abs(number) != 1:
+                values.add(float(abs(number)))
+            if number == int(number) and number > 2:
+                rank = 0 if id(node) in compared else 1
+                sizes[int(number)] = min(rank, sizes.get(int(number), rank))
+    ordered = sorted(sizes, key=lambda size: (sizes[size], -size))
+    return Numbers(sizes=tuple(ordered), values=tuple(sorted(values)))
+
+
+def _constant(node: ast.expr, depth: int = 0) -> float | int | None:
+    """The value of an expression of numbers; None for anything else or anything huge."""
+    if isinstance(node, ast.Constant):
+        value = node.value
+        return value if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e18 else None
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        inner = _constant(node.operand, depth)
+        return None if inner is None else -inner
+    if not isinstance(node, ast.BinOp) or depth > 8:
+        return None
+    left, right = _constant(node.left, depth + 1), _constant(node.right, depth + 1)
+    if left is None or right is None:
+        return None
+    try:
+        match node.op:
+            case ast.Add():
+                found = left + right
+            case ast.Sub():
+                found = left - right
+            case ast.Mult():
+                found = left * right
+            case ast.Div():
+                found = left / right
+            case ast.FloorDiv():
+                found = left // right
+            case ast.Pow() if abs(right) <= 64 and abs(left) <= 64:
+                found = left**right
+            case ast.LShift() if 0 <= right <= 60:
+                found = int(left) << int(right)
+            case _:
+                return None
+    except (ArithmeticError, ValueError, TypeError):
+        return None
+    return found if isinstance(found, int | float) and abs(found) < 1e18 else None
+
+
+# ---- sizes --------------------------------------------------------------------------------------------------------
+
+
+def cases(
+    spec: OperatorSpec, known: list[Case], count: int, numbers: Numbers, level: str, rng: random.Random
+) -> list[Case]:
+    """Further cases: the family's most telling one at other sizes, the rest of them as small as any known case.
+
+    Args:
+        known: cases of the family, the most telling first.
+        count: how many of them are tried; numbers of the source add at most a third as many, at least two.
+    """
+    plain = [c for c in known if 0 not in c.dims.values() and not c.options.get("lengths")]
+    if not plain:
+        return []
+    maker = _Maker(spec, plain, level)
+    found = [*maker.published(), *maker.tall(rng)]
+    tallest = max((case.dims[maker.main] for case in found), default=0) if maker.main else 0
+    for number in [n for n in numbers.sizes if n <= _largest(spec, level)][: max(2, count // 3)]:
+        cheap = spec.family in _LITERAL and number <= tallest
+        for name in rng.sample(maker.free, 1) if cheap else maker.free[:1]:
+            found += maker.resized({name: number}, f"number {number} of its source", 4)
+            if number >= tallest:  # "from here on" is met by no other case
+                found += maker.resized({name: number + 1}, f"number {number} of its source", 4)
+    return found
+
+
+def beyond(spec: OperatorSpec, numbers: Numbers, level: str) -> list[int]:
+    """Numbers of the source that are larger than any size that is tried."""
+    return [n for n in numbers.sizes if n > _largest(spec, level)]
+
+
+def _largest(spec: OperatorSpec, level: str) -> int:
+    if level == "compiled":
+        return _COMPILED
+    return _LITERAL.get(spec.family, _TALLEST.get(spec.family, _TALL))
+
+
+class _Maker:
+    """Makes cases of one spec from the family's."""
+
+    def __init__(self, spec: OperatorSpec, plain: list[Case], level: str) -> None:
+        self.spec, self.plain, self.level = spec, plain, level
+        names = [n for n in plain[0].dims if n not in spec.dim_names()]
+        self.main = next((n for n in _GROWING if n in names), "")
+        """The size that grows with the data, not a batch or a number of heads."""
+        self.free = sorted(names, key=lambda n: n != self.main)
+
+    def published(self) -> list[Case]:
+        """The spec's sizes at their own values, together where that is small enough, else one after the other."""
+        if self.level == "compiled":  # the families have them already
+            return []
+        dims = {n: min(s, _HEADS) if n.endswith("heads") else s for n, s in self.spec.dims().items()}
+        own = {n: s for n, s in dims.items() if n in self.plain[0].dims}
+        own = {n: s for n, s in own.items() if s > max(c.dims[n] for c in self.plain)}
+        if not own:
+            return []
+        together = self.resized(own, "published sizes")
+        found: list[Case] = []
+        for name in () if together else own:
+            if not any(case.dims[name] == own[name] for case in found):
+                alone = self.resized({name: own[name]}, "published size")
+                for other in own:  # a size that the spec allows beside another one only, as top_k beside experts
+                    alone = alone or self.resized({name: own[name], other: own[other]}, "published size")
+                found += alone
+        return together or found
+
+    def tall(self, rng: random.Random) -> list[Case]:
+        """Many rows, tokens or steps."""
+        if self.level == "compiled" or not self.main:
+            return []
+        most = _TALLEST.get(self.spec.family, _TALL)
+        return self.resized({self.main: rng.randint(5 * most // 6, most)}, "tall")
+
+    def resized(self, change: dict[str, int], why: str, times: int = 1) -> list[Case]:
+        """The most telling case in the dims of the cheapest with some changed; none if forbidden or too large."""
+        fixed = self.spec.dim_names()
+        order = sorted(
+            self.plain,
+            key=lambda case: (
+                min((s for n, s in case.dims.items() if n in fixed and n not in change), default=4) < 4,  # tells little
+                math.prod(s for n, s in case.dims.items() if n not in change),
+            ),
+        )
+        for small in order:
+            dims = dict.fromkeys(self.free, 1) | {n: s for n, s in small.dims.items() if n not in self.free}
+            if self.main:
+                dims[self.main] = min(20, max(small.dims[self.main], 3))
+            dims = {n: (dims | change)[n] for n in small.dims}
+            try:
+                own: dict[str, Any] = {n: s for n, s in dims.items() if n in fixed}
+                self.spec.resized(**own)
+            except ValueError:
+                continue
+            words = ", ".join(f"{n} {s}" for n, s in dims.items())
+            name = f"{why}: {words}, {self.plain[0].distribution}"
+            case = dataclasses.replace(self.plain[0], name=name, dims=dims)
+            most = times * _ELEMENTS[self.level]
+            if _largest_input(self.spec, case, most) <= most:
+                return [case]
+        return []
+
+
+def _largest_input(spec: OperatorSpec, case: Case, most: int) -> float:
+    """Elements of the largest input of a case; infinite where the family cannot make it, or far above ``most``."""
+    if math.prod(sorted(case.dims.values())[-3:]) > 16 * most:
+        return math.inf
+    try:
+        make = family_module(spec.family, "cases").make_tensors
+        made = make(spec, case, torch.Generator().manual_seed(0), torch.float32, torch.device("cpu"))
+    except (ValueError, RuntimeError, TypeError):
+        return math.inf
+    return max((t.numel() for t in made.values() if t is not None), default=0)
+
+
+# ---- values -------------------------------------------------------------------------------------------------------
+
+
+def spread(
+    tensors: Tensors, turn: int, values: tuple[float, ...], rng: random.Random, generator: torch.Generator
+) -> tuple[Tensors, str]:
+    """Inputs with some elements of far larger magnitude, or at numbers of the source; and in words what was done.
+
+    Signs stay, and what lies within [-1, 1] (probabilities, normed keys) stays there: the operator's domain may end.
+
+    Args:
+        turn: one input is chosen by it, the others by chance.
+    """
+    able = [n for n, t in tensors.items() if t is not None and t.is_floating_point() and t.numel() > 1]
+    if not able:
+        return tensors, ""
+    chosen = {able[turn % len(able)], *(n for n in able if rng.random() < 0.25)}
+    changed = dict(tensors)
+    for name in sorted(chosen):
+        tensor = tensors[name]
+        assert tensor is not None
+        changed[name] = _planted(tensor, values, rng, generator)
+    return changed, f"wide values of {', '.join(sorted(chosen))}"
+
+
+def _planted(tensor: Tensor, values: tuple[float, ...], rng: random.Random, generator: torch.Generator) -> Tensor:
+    flat = tensor.double().reshape(-1).clone()
+    count = min(flat.numel(), 2 + flat.numel() // 100)
+    device = generator.device
+    where = torch.randperm(flat.numel(), generator=generator, device=device)[:count].to(flat.device)
+    if float(flat.abs().max()) <= 1.0:
+        factors = torch.exp2(-10.0 * torch.rand(count, generator=generator, device=device))
+        flat[where] *= factors.to(flat)
+        return flat.reshape(tensor.shape).to(tensor.dtype)
+    top = 3.0 if tensor.dtype is torch.float16 else 7.0
+    exponents = top * torch.rand(count, generator=generator, device=device)
+    exponents[:2] = top * (0.6 + 0.4 * torch.rand(min(2, count), generator=generator, device=device))
+    planted = flat[where] * torch.exp2(exponents).to(flat)
+    fitting = [v for v in values if 2.0**-6 <= v <= 2.0**top * float(flat.abs().max())]
+    if fitting:
+        marks = torch.tensor([rng.choice(fitting) * rng.choice((0.75, 1.0, 1.25)) for _ in range(count // 2)])
+        planted[: len(marks)] = marks.to(flat) * planted[: len(marks)].sign()
+    flat[where] = planted
+    return flat.reshape(tensor.shape).to(tensor.dtype)
