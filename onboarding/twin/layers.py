@@ -7,13 +7,17 @@ numbers; sizes do not count. So any schedule, whatever its fields are called, sh
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
 from torch import nn
 
+from onboarding.stages.parse.structure import find_layers
 from onboarding.twin.shrink import DEPTH
 
 Kind = tuple[Any, ...]
+LAYER_NUMBERS = re.compile(r"(_layers|_idxs?|_indices|_indexes|_layer_ids|layers_idx)$")
+"""Fields that list the numbers of layers."""
 
 
 def decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
@@ -22,6 +26,8 @@ def decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
     Raises:
         LookupError: the model has no list of blocks.
     """
+    if hasattr(model, "config"):
+        return find_layers(model, model.config)
     lists = [
         (name, module)
         for name, module in model.named_modules()
@@ -40,7 +46,36 @@ def _in_tower(name: str) -> bool:
 
 def per_layer_fields(fields: dict[str, Any], depth: int) -> list[str]:
     """Names of the config fields that hold one entry a layer."""
-    return sorted(k for k, v in fields.items() if isinstance(v, (list, str)) and len(v) == depth and depth > 1)
+    return sorted(k for k, v in fields.items() if depth > 1 and (_is_list(v, depth) or _is_pattern(v, depth)))
+
+
+def _is_list(value: Any, depth: int) -> bool:
+    return isinstance(value, list) and len(value) == depth
+
+
+def _is_pattern(value: Any, depth: int) -> bool:
+    """One sign a layer: ``M-M*``; words are in lower case."""
+    return isinstance(value, str) and len(value) == depth and depth > 1 and not re.search(r"[a-z]", value)
+
+
+def sections(fields: dict[str, Any], depth: int) -> list[str]:
+    """Fields that count the layers of consecutive sections of the stack, in order; empty where there are none."""
+    names = [
+        k
+        for k, v in fields.items()
+        if k.endswith("_layers") and not DEPTH.search(k) and isinstance(v, int) and not isinstance(v, bool) and v > 0
+    ]
+    total = sum(fields[k] for k in names)
+    # where two numbered parts make one block, both numbers count parts
+    parts = total // depth if depth and total % depth == 0 else 0
+    return names if len(names) > 1 and 0 < parts <= 2 and all(fields[k] % parts == 0 for k in names) else []
+
+
+def _section_of(fields: dict[str, Any], depth: int) -> list[str]:
+    """The section of each layer."""
+    names = sections(fields, depth)
+    parts = sum(fields[name] for name in names) // depth
+    return [name for name in names for _ in range(fields[name] // parts)] or [""] * depth
 
 
 def kinds(model: nn.Module, fields: dict[str, Any], per_layer: list[str]) -> list[Kind]:
@@ -52,8 +87,10 @@ def kinds(model: nn.Module, fields: dict[str, Any], per_layer: list[str]) -> lis
         per_layer: the fields whose entries belong to a layer's kind (:func:`per_layer_fields` of the full model).
     """
     _, layers = decoder_layers(model)
+    section = _section_of(fields, len(layers))
     return [
-        (signature(layer), tuple((key, _flag(fields[key][i])) for key in per_layer)) for i, layer in enumerate(layers)
+        (signature(layer), section[i], tuple((key, _flag(fields[key][i])) for key in per_layer))
+        for i, layer in enumerate(layers)
     ]
 
 
@@ -73,22 +110,30 @@ def signature(module: nn.Module) -> Kind:
     )
     parameters = tuple((name, p.ndim) for name, p in module.named_parameters(recurse=False))
     children = tuple((name, signature(child)) for name, child in module.named_children())
+    if isinstance(module, nn.ModuleList):  # how many there are is a size
+        children = tuple(dict.fromkeys(("", inner) for _, inner in children))
     return (type(module).__name__, settings, parameters, children)
 
 
 def selections(all_kinds: list[Kind], at_least: int) -> list[list[int]]:
-    """Layers to keep, fewest first: one of each kind (filled up to ``at_least``), then the shortest prefix."""
-    first: dict[Kind, int] = {}
-    for index, kind in enumerate(all_kinds):
-        first.setdefault(kind, index)
-    chosen = set(first.values())
-    for index in range(len(all_kinds)):
-        if len(chosen) >= at_least:
-            break
-        chosen.add(index)
-    prefix = max(max(first.values()) + 1, min(at_least, len(all_kinds)))
-    options = [sorted(chosen), list(range(prefix))]
-    return options if options[0] != options[1] else options[:1]
+    """Layers to keep, fewest first: one of each kind, the shortest prefix, then the same with two of each kind.
+
+    A kind that comes only once cannot be kept twice; ``at_least`` fills up.
+    """
+    options: list[list[int]] = []
+    for times in (1, 2):
+        members: dict[Kind, list[int]] = {}
+        for index, kind in enumerate(all_kinds):
+            members.setdefault(kind, []).append(index)
+        chosen = {index for found in members.values() for index in found[:times]}
+        last = max(chosen)
+        for index in range(len(all_kinds)):
+            if len(chosen) >= at_least:
+                break
+            chosen.add(index)
+        prefix = max(last + 1, min(at_least, len(all_kinds)))
+        options += [sorted(chosen), list(range(prefix))]
+    return [option for i, option in enumerate(options) if option not in options[:i]]
 
 
 def with_layers(fields: dict[str, Any], chosen: list[int], depth: int) -> dict[str, Any]:
@@ -101,14 +146,25 @@ def with_layers(fields: dict[str, Any], chosen: list[int], depth: int) -> dict[s
     """
     cut = copy.deepcopy(fields)
     for key, value in fields.items():
-        if DEPTH.search(key) and isinstance(value, int) and value % depth == 0:
+        if DEPTH.search(key) and isinstance(value, int) and value and value % depth == 0:
             cut[key] = value // depth * len(chosen)
-        elif isinstance(value, list) and len(value) == depth:
+        elif isinstance(value, dict) and value and all(k.isdigit() and int(k) < depth for k in value):
+            cut[key] = {str(chosen.index(int(k))): v for k, v in value.items() if int(k) in chosen}
+        elif _is_list(value, depth):
             cut[key] = [value[i] for i in chosen]
-        elif isinstance(value, str) and len(value) == depth and depth > 8:  # one letter a layer: ``M-M*``
+        elif _is_list(value, 2 * depth) and depth > 2 and all(isinstance(v, str) for v in value):
+            cut[key] = [v for i in chosen for v in value[2 * i : 2 * i + 2]]
+        elif _is_pattern(value, depth):
             cut[key] = "".join(value[i] for i in chosen)
+        elif key == "num_kv_shared_layers" and isinstance(value, int):  # the last ones
+            cut[key] = sum(i >= depth - value for i in chosen)
+        elif key in sections(fields, depth):
+            before = sections(fields, depth)
+            parts = sum(fields[k] for k in before) // depth
+            start = sum(fields[k] for k in before[: before.index(key)]) // parts
+            cut[key] = parts * sum(start <= i < start + value // parts for i in chosen)
         elif key.startswith("first_k_") and isinstance(value, int):
             cut[key] = sum(i < value for i in chosen)
-        elif key.endswith("_layers") and isinstance(value, list) and all(isinstance(v, int) for v in value):
+        elif LAYER_NUMBERS.search(key) and isinstance(value, list) and all(isinstance(v, int) for v in value):
             cut[key] = [chosen.index(v) for v in value if v in chosen]
     return cut

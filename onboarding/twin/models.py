@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-import warnings
+import inspect
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from onboarding.problem import Problem
+from onboarding.stages.parse.build import build_model, config_for, quiet
+from onboarding.stages.parse.inputs import loss_of, parameters_of, with_image
 from onboarding.twin.plan import TwinPlan
 
 NOISE = 0.1
@@ -25,9 +29,10 @@ def resolve(config: dict[str, Any]) -> Any:
     """
     from transformers import AutoConfig
 
-    fields = {k: v for k, v in config.items() if k not in ("model_type", "architectures", "auto_map", "torch_dtype")}
+    fields = {k: v for k, v in config.items() if k not in ("model_type", "auto_map", "torch_dtype")}
     try:
-        return AutoConfig.for_model(str(config.get("model_type", "")), **fields)
+        with quiet():
+            return AutoConfig.for_model(str(config.get("model_type", "")), **fields)
     except ValueError as error:
         if "model_type" not in config or "Unrecognized model identifier" in str(error):
             raise Problem("unknown-model-type", f"unknown model_type {config.get('model_type')!r}") from error
@@ -38,7 +43,19 @@ def fields_of(config: Any) -> dict[str, Any]:
     """All fields of a config as plain data, ``model_type`` among them, weights' dtype and quantisation left out."""
     dropped = ("dtype", "torch_dtype", "quantization_config", "transformers_version", "architectures", "auto_map")
     labels = ("id2label", "label2id")
-    return {k: _plain(v) for k, v in config.to_dict().items() if k not in (*dropped, *labels)}
+    fields = {k: _plain(v) for k, v in config.to_dict().items() if k not in (*dropped, *labels)}
+    for name in list(fields):
+        if _computed(type(config), name):
+            del fields[name]
+        elif name in (getattr(config, "sub_configs", None) or {}) and hasattr(getattr(config, name, None), "to_dict"):
+            fields[name] = fields_of(getattr(config, name))
+    return fields
+
+
+def _computed(cls: type, name: str) -> bool:
+    """A property that nothing can be assigned to."""
+    found = getattr(cls, name, None)
+    return isinstance(found, property) and found.fset is None
 
 
 def _plain(value: Any) -> Any:
@@ -48,50 +65,93 @@ def _plain(value: Any) -> Any:
     return [_plain(v) for v in value] if isinstance(value, (list, tuple)) else value
 
 
+def text_path(config: Any) -> tuple[str, ...]:
+    """Names of the nested configs that lead to the language model's; empty where it is the config itself."""
+    text = text_of(config)
+
+    def search(part: Any) -> tuple[str, ...] | None:
+        if part is text:
+            return ()
+        for name in getattr(part, "sub_configs", None) or {}:
+            inner = getattr(part, name, None)
+            found = search(inner) if inner is not None else None
+            if found is not None:
+                return (name, *found)
+        return None
+
+    return search(config) or ()
+
+
+def text_of(config: Any) -> Any:
+    """The language model's part of a config; the decoder where an encoder reads text too."""
+    try:
+        return config.get_text_config()
+    except ValueError:
+        return config.get_text_config(decoder=True)
+
+
 def text_fields(config: Any) -> dict[str, Any]:
     """The language model's fields."""
-    return fields_of(config.get_text_config())
+    return fields_of(text_of(config))
 
 
 def model_class(config: Any) -> type[nn.Module]:
-    """The class with a language-model head for a config.
+    """The class with a language-model head for a config: the one it names, else the one that transformers maps.
 
     Raises:
         Problem: ``no-language-model`` if transformers maps it to none.
     """
+    import transformers
     from transformers.models.auto import modeling_auto as auto
 
     mappings = [auto.MODEL_FOR_CAUSAL_LM_MAPPING, auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING]
-    if config.get_text_config() is not config:
+    if text_of(config) is not config:
         mappings.reverse()  # a config with towers: the causal-LM entry, where there is one, wants the text part alone
+    found: list[type[nn.Module]] = []
     for mapping in mappings:
         if type(config) in mapping:
-            found = mapping[type(config)]
-            cls: type[nn.Module] = found[0] if isinstance(found, tuple) else found
-            return cls
-    raise Problem("no-language-model", f"transformers has no language model for {type(config).__name__}")
+            cls = mapping[type(config)]
+            found += cls if isinstance(cls, tuple) else (cls,)
+    named = (getattr(config, "architectures", None) or [None])[0]
+    own: Any = getattr(transformers, named, None) if named else None
+    if not found and own is not None and getattr(own, "config_class", None) is type(config):
+        found = [own]  # the part of a composite config that a mapped class takes
+    if not found:
+        raise Problem("no-language-model", f"transformers has no language model for {type(config).__name__}")
+    return next((cls for cls in found if cls.__name__ == named), found[0])
 
 
 def on_meta(config: Any) -> nn.Module:
     """The model without memory and without initial values."""
     from transformers.initialization import no_init_weights
 
-    with torch.device("meta"), no_init_weights(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return model_class(config)(config)
+    cls: Any = model_class(config)
+    part = config_for(cls, config)
+    try:
+        with torch.device("meta"), no_init_weights(), quiet():
+            model: nn.Module = cls(part)
+    except Exception:  # a constructor that reads values: fake tensors carry those of constants
+        model = build_model(config)[0]
+    return model
 
 
-def trial(fields: dict[str, Any], tokens: int) -> nn.Module:
+def trial(fields: dict[str, Any], tokens: int, built: Callable[[nn.Module], None] | None = None) -> nn.Module:
     """Build a proposal and run one step.
+
+    Args:
+        fields: of its config.
+        tokens: sequence length of the step.
+        built: called with the model before it runs; what it raises rules the proposal out.
 
     Raises:
         ArithmeticError: the loss or a gradient is not finite.
         Exception: whatever construction, forward or backward raise.
     """
     model = _instantiate(fields, torch.float32, seed=0)
-    ids = torch.arange(tokens)[None] * 7 % plain_vocabulary(model)
-    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-    loss.backward()
+    if built is not None:
+        built(model)
+    loss = loss_on(model, step_inputs(model, tokens, batch=1, seed=None))
+    loss.backward()  # type: ignore[no-untyped-call]
     grads = [p.grad for p in model.parameters() if p.grad is not None]
     if not torch.isfinite(loss) or not all(torch.isfinite(grad).all() for grad in grads):
         raise ArithmeticError("loss or gradient is not finite")
@@ -99,10 +159,62 @@ def trial(fields: dict[str, Any], tokens: int) -> nn.Module:
     return model
 
 
+def step_inputs(model: Any, tokens: int, *, batch: int, seed: int | None) -> dict[str, Any]:
+    """Arguments of one training step that the class accepts: text, or text and an image where it needs one.
+
+    Args:
+        model: the twin.
+        tokens: sequence length.
+        batch: sequences.
+        seed: of the tokens; None for a fixed pattern.
+
+    Raises:
+        Exception: what the class raises on text alone, when nothing else is accepted either.
+    """
+    generator = torch.Generator().manual_seed(seed or 0)
+    if seed is None:
+        ids = (torch.arange(batch * tokens) * 7 % plain_vocabulary(model)).view(batch, tokens)
+    else:
+        ids = torch.randint(plain_vocabulary(model), (batch, tokens), generator=generator)
+    parameters = parameters_of(model.forward)
+    arguments = [{"input_ids": ids, "labels": ids, "use_cache": False}]
+    failure: Exception | None = None
+    for given in itertools.chain(arguments, with_image(model, ids)):
+        values = {
+            k: torch.randn(v.shape, generator=generator) if isinstance(v, Tensor) and v.is_floating_point() else v
+            for k, v in given.items()
+        }
+        values.pop("use_cache" if "use_cache" not in parameters and not _takes_more(model) else "", None)
+        try:
+            with torch.no_grad():
+                loss_on(model, values)
+        except Exception as error:  # this layout is not the one
+            failure = failure or error
+            continue
+        return values
+    assert failure is not None
+    raise failure
+
+
+def _takes_more(model: Any) -> bool:
+    kinds = {p.kind for p in inspect.signature(model.forward).parameters.values()}
+    return inspect.Parameter.VAR_KEYWORD in kinds
+
+
+def loss_on(model: Any, inputs: dict[str, Any]) -> Tensor:
+    """The loss of one step; of a fixed pattern of tokens where the class is given none."""
+    output = model(**inputs)
+    ids = next((v for k, v in inputs.items() if k in ("labels", "decoder_input_ids", "input_ids")), None)
+    if ids is None:
+        batch, tokens = output.logits.shape[:2]
+        ids = (torch.arange(batch * tokens) * 7 % plain_vocabulary(model)).view(batch, tokens)
+    return loss_of(output, ids)
+
+
 def plain_vocabulary(model: nn.Module) -> int:
     """Ids that plain text may use: all bytes, or fewer where the vocabulary is smaller."""
     config: Any = model.config
-    return min(256, int(config.get_text_config().vocab_size))
+    return min(256, int(text_of(config).vocab_size))
 
 
 def build(plan: TwinPlan, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Module:
@@ -142,10 +254,10 @@ def _kept_in_float32(model: nn.Module) -> set[str]:
 def _instantiate(fields: dict[str, Any], dtype: torch.dtype, seed: int) -> nn.Module:
     config = resolve(fields)
     cls: Any = model_class(config)
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    part = config_for(cls, config)
+    with torch.random.fork_rng(devices=[]), quiet():
         torch.manual_seed(seed)
-        model: nn.Module = cls._from_config(config, dtype=dtype, attn_implementation="eager", **_experts_eager(cls))
+        model: nn.Module = cls._from_config(part, dtype=dtype, attn_implementation="eager", **_experts_eager(cls))
         enliven(model, torch.Generator().manual_seed(seed))
     return model.train()
 

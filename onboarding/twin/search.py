@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
+from torch import nn
+
 from onboarding.problem import Problem
+from onboarding.stages.parse.repair import Attempt, with_repairs
 from onboarding.twin import layers, models, shrink
 from onboarding.twin.plan import TwinPlan
 
-TRIAL_TOKENS = 16
-"""Sequence length of the step that a proposal must survive."""
 
-
-def derive(config: dict[str, Any], *, layers_at_least: int = 1, sequence_length: int = 64) -> TwinPlan:
+def derive(
+    config: dict[str, Any], *, layers_at_least: int = 1, sequence_length: int = 64, assume: bool = False
+) -> TwinPlan:
     """The smallest twin that holds every block kind of the published model and that runs forward and backward.
 
     The full model is built on the meta device (no memory) to learn the kinds of its layers. Sizes are proposed by the
@@ -24,66 +27,126 @@ def derive(config: dict[str, Any], *, layers_at_least: int = 1, sequence_length:
         config: the published ``config.json``; nested text and vision configs too.
         layers_at_least: lower bound of the depth (never more than the model has).
         sequence_length: tokens that the twin will see; windows and chunks are cut to a quarter of it.
+        assume: give round sizes to counts that nothing determines, see :mod:`onboarding.stages.parse.repair`.
 
     Raises:
         Problem: ``twin-not-derived``, with every proposal's failure.
     """
-    failures: list[str] = []
-    candidates = [config]
-    if isinstance(config.get("text_config"), dict) and "model_type" in config["text_config"]:
-        candidates.append(config["text_config"])  # a class that cannot run without images still has a text model
-    for candidate in candidates:
-        plan = _search(candidate, layers_at_least, sequence_length, failures)
-        if plan is not None:
-            return plan
-    raise Problem(
-        "twin-not-derived",
-        f"no small model with the layers of {config.get('model_type', 'this config')} could be built",
-        "; ".join(failures),
-    )
+    attempt = partial(_attempt, layers_at_least=layers_at_least, sequence_length=sequence_length)
+    try:
+        return with_repairs(config, attempt, assume=assume)[0]
+    except Problem as problem:
+        if problem.kind != "twin-not-derived":
+            raise
+        repaired = repaired_config(config, assume=assume)  # what only a run at the published size shows
+        if repaired is None:
+            raise
+    return with_repairs(repaired, attempt, assume=assume)[0]
 
 
-def _search(config: dict[str, Any], layers_at_least: int, sequence_length: int, failures: list[str]) -> TwinPlan | None:
-    """The first proposal that holds, or None; why the others do not is appended to ``failures``."""
-    full = models.resolve(config)
-    text = models.text_fields(full)
-    published = models.on_meta(full)
+def repaired_config(config: dict[str, Any], *, assume: bool) -> dict[str, Any] | None:
+    """The configuration with what its own trace needed filled in; None where that was nothing."""
+    from onboarding.stages.parse.analyse import trace_with_repairs
+
+    try:
+        _, repaired, repairs = trace_with_repairs(config, tokens=512, assume=assume)
+    except Problem:
+        return None
+    return repaired if repairs else None
+
+
+def _attempt(config: dict[str, Any], state: Attempt, *, layers_at_least: int, sequence_length: int) -> TwinPlan:
+    full, published = _full(config, state)
+    failures, raised = list[str](), list[Exception]()
+    plan = _search(full, published, layers_at_least, sequence_length, failures, raised)
+    text = models.text_of(full)
+    if plan is None and text is not full and "model_type" in text.to_dict():
+        # a class that cannot run without images still has a text model
+        fields = {**models.fields_of(text), "model_type": text.model_type}
+        try:
+            part, model = _full(fields, Attempt())
+        except Problem as problem:
+            failures.append(f"its text model alone: {problem.title}")
+        else:
+            plan = _search(part, model, layers_at_least, sequence_length, failures, raised)
+    if plan is None:
+        state.config = None  # what the class reads and does not find is to be seen in the proposals' own configs
+        raise Problem(
+            "twin-not-derived",
+            f"no small model with the layers of {config.get('model_type', 'this config')} could be built",
+            "; ".join(failures),
+        ) from next(iter(raised), None)
+    return plan
+
+
+def _full(config: dict[str, Any], state: Attempt) -> tuple[Any, nn.Module]:
+    """The published model without memory."""
+    state.config = models.resolve(config)
+    try:
+        return state.config, models.on_meta(state.config)
+    except Problem:
+        raise
+    except Exception as error:
+        raise Problem("model-not-built", "the published model cannot be built", str(error)[:500]) from error
+
+
+def _search(
+    full: Any,
+    published: Any,
+    layers_at_least: int,
+    sequence_length: int,
+    failures: list[str],
+    raised: list[Exception],
+) -> TwinPlan | None:
+    """The first proposal that holds, or None; why the others do not is appended to ``failures`` and ``raised``."""
+    whole: Any = published.config  # of a composite config, the part that the class takes
+    text, path = models.text_fields(whole), models.text_path(whole)
+    architectures = {"architectures": [type(published).__name__]}
     per_layer = layers.per_layer_fields(text, len(layers.decoder_layers(published)[1]))
     all_kinds = layers.kinds(published, text, per_layer)
     for rule in shrink.rules_for(text, sequence_length):
-        small = shrink.shrink(models.fields_of(full), rule)
+        small = shrink.shrink(models.fields_of(whole), rule)
         for chosen in layers.selections(all_kinds, layers_at_least):
-            fields = _cut(small, text, chosen, len(all_kinds))
+            fields = {**_cut(small, path, text, chosen, len(all_kinds)), **architectures}
             label = f"{'tied' if rule.tied else 'free'} sizes (heads / {rule.heads:g}), layers {chosen}"
+            expected = [all_kinds[i] for i in chosen]
+
+            def same_kinds(twin: Any, expected: list[layers.Kind] = expected) -> None:
+                if layers.kinds(twin, models.text_fields(twin.config), per_layer) != expected:
+                    raise LookupError("its layers are of other kinds than the published ones")
+
             try:
-                twin = models.trial(fields, TRIAL_TOKENS)
+                twin = models.trial(fields, sequence_length, same_kinds)
             except Exception as error:  # any construction or shape error only rules this proposal out
-                failures.append(f"{label}: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
-                continue
-            if layers.kinds(twin, models.text_fields(twin.config), per_layer) != [all_kinds[i] for i in chosen]:
-                failures.append(f"{label}: its layers are of other kinds than the published ones")
+                failures.append(f"{label}: {type(error).__name__}: {str(error).partition(chr(10))[0][:300]}")
+                if not isinstance(error, LookupError):
+                    raised.append(error)
                 continue
             sizes = _sizes(models.text_fields(twin.config), twin, sequence_length)
             return TwinPlan(config=fields, class_name=type(twin).__name__, layers=tuple(chosen), sizes=sizes)
     return None
 
 
-def _cut(small: dict[str, Any], text: dict[str, Any], chosen: list[int], depth: int) -> dict[str, Any]:
+def _cut(
+    small: dict[str, Any], path: tuple[str, ...], text: dict[str, Any], chosen: list[int], depth: int
+) -> dict[str, Any]:
     """Cut the depth of the language model's fields, wherever they are nested, and keep its initial scale.
 
     Linear layers keep the published spread of their pre-activations: std x sqrt(width) stays what it was.
     """
-    nested = "text_config" if isinstance(small.get("text_config"), dict) else None
-    target = small[nested] if nested else small
-    cut = layers.with_layers(target, chosen, depth)
-    before, after = text.get("hidden_size"), target.get("hidden_size")
+    if path:
+        inner = _cut(small[path[0]], path[1:], text, chosen, depth)
+        others = {k: _shallow(v) if isinstance(v, dict) and _is_tower(v) else v for k, v in small.items()}
+        return {**others, path[0]: inner}
+    cut = layers.with_layers(small, chosen, depth)
+    before, after = text.get("hidden_size"), small.get("hidden_size")
     if isinstance(cut.get("initializer_range"), float) and before and after:
         cut["initializer_range"] = cut["initializer_range"] * math.sqrt(before / after)
-    fields = {**small, nested: cut} if nested else cut
-    for key, value in fields.items():
-        if isinstance(value, dict) and "vision" in key:
-            fields[key] = _shallow(value)
-    return fields
+    return cut
+
+
+def _is_tower(part: dict[str, Any]) -> bool:
+    return "model_type" in part and any(shrink.DEPTH.search(key) for key in part)
 
 
 def _shallow(tower: dict[str, Any]) -> dict[str, Any]:

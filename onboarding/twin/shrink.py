@@ -7,6 +7,7 @@ between them (``heads x head_dim = expand x hidden``) survives. Which one a mode
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +25,10 @@ EXPERTS = 8
 TOP_K = 4
 STATE = 16
 
-DEPTH = re.compile(r"^(num_hidden_layers|num_layers|n_layers?|depth)$")
+DEPTH = re.compile(
+    r"^(num_hidden_layers|num_layers(_per_stack)?|n_layers?|depth|(num_)?(en|de)coder_layers|num_blocks|n_blocks)$"
+)
+VOCABULARY = re.compile(r"(^|_)vocab(_size(_base|_per_layer_input)?)?$|^(n_words|unpadded_vocab_size)$")
 TOKEN_ID = re.compile(r"(_token_id|_token_index|_token_ids)$")
 EXPERT_COUNT = re.compile(r"^(n_routed_experts|num_experts|num_local_experts|moe_num_experts|num_routed_experts)$")
 EXPERT_EXTRA = re.compile(r"^(zero_expert_num|num_zero_experts)$")
@@ -34,12 +38,13 @@ EXPERTS_TOP_K = re.compile(
 EXPERT_GROUPS = re.compile(r"^(n_group|num_expert_group)$")
 STATE_SIZE = re.compile(r"(^|_)(d_state|state_size|state_dim)$")
 KV_HEADS = re.compile(r"(kv_heads?|key_value_heads|num_query_groups|multi_query_group_num)$")
-HEAD_COUNT = re.compile(r"(^|_)(num|n)_(.*_)?heads?$|^(num_heads|n_heads?)$")
-HEAD_SIZE = re.compile(r"(head_dim|head_size|d_head|head_width|kv_channels)$")
+HEAD_COUNT = re.compile(r"(^|_)(num|n)_(.*_)?heads?$|^(num_heads|n_heads?|(en|de)coder_attention_heads)$")
+HEAD_SIZE = re.compile(r"(head_dim|head_size|d_head|head_width|kv_channels|headdim|rotary_dim|rope_dim|rotary_ndims)$")
 RANK = re.compile(r"(_rank|_rank_dim|lora_dim)$")
 WINDOW = re.compile(r"(sliding_window(_size)?|attention_chunk_size|chunk_size|index_topk|local_window|window_size)$")
+BLOCK = re.compile(r"^block_size$")
 WIDTH = re.compile(
-    r"(^|_)(hidden_size|d_model|n_embd|n_inner|d_ssm|lru_width|d_inner|intermediate|intermediate_size|ffn_dim|embed_dim"
+    r"(^|_)(hidden_size|d_model|n_embd|n_inner|d_ssm|lru_width|d_inner|emb_dim|embedding_dim|feed_forward_size|intermediate|intermediate_size|ffn_dim|embed_dim"
     r"|ffn_hidden_size|hidden_dim|feedforward_dim|width|out_hidden_size|expert_size|shared_size|channels_size|hidden"
     r"|intermediate_size_mlp|hidden_size_per_layer_input|latent_size|latent_dim|embedding_size|expand_dim|ff_dim|mlp_dim)$"
 )
@@ -59,6 +64,8 @@ class Rule:
     window: int
     """Length that replaces windows and chunks, in tokens."""
     experts: float
+    tokens: int
+    """Sequence length of the twin."""
 
 
 def rules_for(text: dict[str, Any], sequence_length: int) -> list[Rule]:
@@ -85,6 +92,7 @@ def rules_for(text: dict[str, Any], sequence_length: int) -> list[Rule]:
             widths=widths,
             window=window,
             experts=max(experts / EXPERTS, 1.0),
+            tokens=sequence_length,
         )
 
     smallest = max(min(dims) / HEAD_DIM, 1.0)
@@ -107,7 +115,9 @@ def shrink(fields: dict[str, Any], rule: Rule) -> dict[str, Any]:
 
 
 def _ints(fields: dict[str, Any]) -> list[tuple[str, int]]:
-    return [(k, v) for k, v in fields.items() if isinstance(v, int) and not isinstance(v, bool)]
+    """All whole numbers, those of nested configs behind the config's own."""
+    own = [(k, v) for k, v in fields.items() if isinstance(v, int) and not isinstance(v, bool)]
+    return own + [pair for value in fields.values() if isinstance(value, dict) for pair in _ints(value)]
 
 
 def _shrunk(key: str, value: Any, fields: dict[str, Any], rule: Rule, ids: dict[int, int]) -> Any:
@@ -124,8 +134,13 @@ def _shrunk(key: str, value: Any, fields: dict[str, Any], rule: Rule, ids: dict[
 
 def _shrunk_list(key: str, values: list[Any], fields: dict[str, Any], rule: Rule, ids: dict[int, int]) -> list[Any]:
     if SECTION.search(key):  # rotary frequencies by modality: keep the proportions
-        divisor = rule.head_dims
-        return [max(1, round(v / divisor)) for v in values]
+        return _parts(values, max(len(values), round(sum(values) / rule.head_dims)))
+    whole = next((v for k, v in fields.items() if WIDTH.search(k) and v == sum(values)), None)
+    if whole is not None and len(values) > 1 and all(isinstance(v, int) for v in values):
+        return _parts(values, _width(whole, rule))  # parts of a width
+    if len(values) > 1 and math.prod(values) == fields.get("max_position_embeddings"):
+        side = round(rule.tokens ** (1 / len(values)))  # a grid of positions
+        return [side] * (len(values) - 1) + [rule.tokens // side ** (len(values) - 1)]
     if PER_FREQUENCY.search(key):
         return values[: max(1, round(len(values) / rule.head_dims))]
     if any(isinstance(v, bool) or not isinstance(v, int) for v in values):
@@ -133,12 +148,21 @@ def _shrunk_list(key: str, values: list[Any], fields: dict[str, Any], rule: Rule
     return [_size(key, v, fields, rule, ids) for v in values]
 
 
+def _parts(values: list[int], total: int) -> list[int]:
+    """Whole parts of a total, in the proportions of ``values``, none empty."""
+    exact = [v * total / sum(values) for v in values]
+    parts = [max(1, int(e)) for e in exact]
+    for index in sorted(range(len(values)), key=lambda i: parts[i] - exact[i])[: max(total - sum(parts), 0)]:
+        parts[index] += 1
+    return parts
+
+
 def _size(key: str, value: int, fields: dict[str, Any], rule: Rule, ids: dict[int, int]) -> int:
     """The small value of one integer field. Order matters: the most particular names first."""
     if TOKEN_ID.search(key):
         # every special token moves behind the bytes, so that text never meets one
         return value if value < 0 else ids.setdefault(value, FIRST_SPECIAL + len(ids) % (VOCAB - FIRST_SPECIAL))
-    if key.startswith("vocab_size"):
+    if VOCABULARY.search(key):
         return min(value, VOCAB)
     if DEPTH.search(key) or value <= 0:
         return value
@@ -153,6 +177,8 @@ def _size(key: str, value: int, fields: dict[str, Any], rule: Rule, ids: dict[in
         return max(1, round(value * min(groups, EXPERTS // 2) / groups))
     if WINDOW.search(key):
         return min(value, rule.window)
+    if BLOCK.search(key):
+        return min(value, max(rule.window // 4, 1))
     if STATE_SIZE.search(key):
         return min(value, STATE)
     if KV_HEADS.search(key):

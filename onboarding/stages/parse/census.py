@@ -118,12 +118,21 @@ def count_parameters(model: nn.Module, config: Any, roles: ModelRoles) -> Census
         by_role[EXPERTS] -= unused_parameters(layer, roles.of_layer(index))
     built = sum(by_role.values())
     not_built = multi_token_prediction(model, config, roles)
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
+    embedding, head = _named(model, "get_input_embeddings"), _named(model, "get_output_embeddings")
     return Census(
         total=built + sum(not_built.values()),
         active=built - idle,
         by_role={role: by_role[role] for role in ROLES if by_role[role]},
-        tied_embeddings=head is not None and embedding is not None and head.weight is embedding.weight,
+        tied_embeddings=getattr(head, "weight", None) is not None
+        and getattr(head, "weight", None) is getattr(embedding, "weight", None),
         fp32_parameters=fp32,
         not_built=not_built,
     )
+
+
+def _named(model: Any, getter: str) -> Any:
+    """What a class says its embedding or head is; None where it does not say."""
+    try:
+        return getattr(model, getter)()
+    except (AttributeError, NotImplementedError):
+        return None

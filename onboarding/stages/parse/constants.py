@@ -30,6 +30,7 @@ _FACTORIES = (
     aten.full.default,
     aten.scalar_tensor.default,
 )
+_INTEGERS = (torch.int64, torch.int32)
 _OF_INDICES = (aten.zeros.default, aten.ones.default, aten.full.default)
 """Factories that also make weights: a constant only where they make integers."""
 
@@ -46,7 +47,7 @@ class _Constants(TorchDispatchMode):
         if func not in _FACTORIES:
             return func(*args, **kwargs)
         made = func(*args, **kwargs)
-        if made.numel() > LIMIT or (func in _OF_INDICES and made.is_floating_point()) or made.device.type != "cpu":
+        if made.numel() > LIMIT or (func in _OF_INDICES and made.dtype not in _INTEGERS) or made.device.type != "cpu":
             return made
         with unset_fake_temporarily():
             real = func(*args, **kwargs)

@@ -99,6 +99,14 @@ def _node_at(item: TracebackType) -> ast.expr | ast.stmt | None:
         and not isinstance(node, ast.FunctionDef | ast.ClassDef | ast.For | ast.If | ast.With | ast.While)
     ]
     covering.sort(key=lambda node: ((node.end_lineno or 0) - node.lineno, (node.end_col_offset or 0) - node.col_offset))
+    if any(isinstance(node, ast.Raise) for node in covering):  # the condition says what was wrong
+        tests = [
+            node
+            for node in ast.walk(tree)
+            if isinstance(node, ast.If) and node.lineno <= line and (node.end_lineno or 0) >= line
+        ]
+        innermost = min(tests, key=lambda node: (node.end_lineno or 0) - node.lineno, default=None)
+        covering = [innermost.test, *covering] if innermost is not None else covering
     reading = [node for node in covering if any(isinstance(n, ast.Attribute | ast.Name) for n in ast.walk(node))]
     return next(iter(reading), None)
 

@@ -222,6 +222,52 @@ def text_inputs(parameters: dict[str, Any], ids: torch.Tensor) -> Inputs:
     return given
 
 
+def with_image(model: Any, ids: torch.Tensor) -> Iterator[Inputs]:
+    """Arguments of a whole class for text and one image, likeliest layout first.
+
+    Args:
+        model: the class.
+        ids: int64 [B, T].
+    """
+    parameters = parameters_of(model.forward)
+    text = model.config.get_text_config()
+    books = getattr(text, "num_codebooks", None)
+    if isinstance(books, int) and "input_ids" in parameters:  # one row of tokens a codebook
+        yield {"input_ids": ids.repeat_interleave(books, 0), "labels": ids[..., None].repeat(1, 1, books)}
+    if "shared_kv_states" in parameters:
+        # asked for hidden states, the class computes every position, not only the last
+        yield {**_states_of_another_model(model, ids), "use_cache": False, "output_hidden_states": True}
+    if text_inputs(parameters, ids).keys() - {"input_ids", "labels"}:
+        yield {**text_inputs(parameters, ids), "use_cache": False}
+    if "patch_lengths" in parameters_of(getattr(model, "model", model).forward):  # else found by values of the data
+        size = max(int(getattr(model.config, "patch_size", 4)), 1)
+        lengths = ids.new_full((ids.shape[0], -(-ids.shape[1] // size)), size)
+        yield {"input_ids": ids, "labels": ids, "use_cache": False, "patch_lengths": lengths}
+    read = {m.in_features for m in model.modules() if isinstance(m, torch.nn.Linear)}
+    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+    for given in image_inputs(parameters, model.config, dtype, read):
+        images = next((t.shape[1] for t in given.values() if isinstance(t, torch.Tensor) and t.dim() == 5), 1)
+        if "image_attention_mask" in parameters:
+            given["image_attention_mask"] = ids.new_ones(*ids.shape, images)
+        yield {**given, **text_inputs(parameters, ids), "use_cache": False}
+
+
+def _states_of_another_model(model: Any, ids: torch.Tensor) -> Inputs:
+    """For a draft model that reads its target's last keys and values, and embeddings beside hidden states."""
+    text = model.config.get_text_config()
+    batch, tokens = ids.shape
+    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+    width = max(m.in_features for m in model.children() if isinstance(m, torch.nn.Linear))
+    states = {}
+    for module in model.modules():
+        kind = text.layer_types[module.layer_idx] if isinstance(getattr(module, "layer_idx", None), int) else None
+        groups, size = getattr(module, "num_key_value_groups", None), getattr(module, "head_dim", None)
+        if kind is not None and groups and size:
+            shape = (batch, text.num_attention_heads // groups, tokens, size)
+            states[kind] = (torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype))
+    return {"inputs_embeds": torch.zeros(batch, tokens, width, dtype=dtype), "shared_kv_states": states}
+
+
 def loss_of(output: Any, ids: torch.Tensor) -> torch.Tensor:
     """A model output's loss, or the cross entropy of its logits, or their sum where they have another length."""
     loss: torch.Tensor | None = getattr(output, "loss", None)
@@ -238,17 +284,19 @@ _OFFSET = 8
 """A table of learned positions may have a few rows more than positions."""
 
 
+def stated_limit(model: Any) -> int | None:
+    """The longest sequence that the configuration names."""
+    text = model.config.get_text_config()
+    return min((v for n in _LIMITS if isinstance(v := getattr(text, n, None), int) and v > 0), default=None)
+
+
 def sequence_limit(model: Any, tokens: int) -> tuple[int, list[str]]:
     """The longest sequence up to ``tokens`` that a model can read: a table of learned positions ends it.
 
     Returns:
         The length, and a note where it is shorter than asked for.
     """
-    text = model.config.get_text_config()
-    stated = [v for n in _LIMITS if isinstance(v := getattr(text, n, None), int) and v > 0]
-    limit = min(stated, default=tokens)
-    if limit >= tokens:
-        return tokens, []
+    stated = limit = stated_limit(model) or tokens
     tables = [
         tensor
         for module in model.modules()
@@ -261,6 +309,8 @@ def sequence_limit(model: Any, tokens: int) -> tuple[int, list[str]]:
     for module in model.modules():  # positions may start behind the padding token, as in RoBERTa
         if isinstance(module, torch.nn.Embedding) and module.padding_idx is not None:
             rows = module.num_embeddings - module.padding_idx - 1
-            if limit - _OFFSET <= rows < limit:
+            if stated - _OFFSET <= rows < stated:
                 limit = rows
+    if limit >= tokens:
+        return tokens, []
     return limit, [f"traced at {limit} tokens: its table of positions ends there"]

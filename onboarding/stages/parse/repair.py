@@ -83,8 +83,10 @@ def with_repairs(
 
 
 def _deepest(error: BaseException) -> BaseException:
-    while error.__cause__ is not None:
+    seen = {id(error)}  # an error raised from itself would go round for ever
+    while error.__cause__ is not None and id(error.__cause__) not in seen:
         error = error.__cause__
+        seen.add(id(error))
     return error
 
 
@@ -168,7 +170,7 @@ def _demanded(root: Any, error: BaseException, faults: list[Fault]) -> list[Repa
     """What the class's own message says: ``x must be 0``, ``make sure that `is_decoder=True```."""
     found = []
     for name, value in [*_MUST_BE.findall(str(error)), *_MAKE_SURE.findall(str(error))]:
-        owners = [(owner, path) for owner, path in _each(root) if hasattr(owner, name)]
+        owners = [(owner, path) for owner, path in _each(root) if _read(owner, name) is not None or name in vars(owner)]
         owners.sort(key=lambda pair: not any(f.config is pair[0] and f.name == name for f in faults))
         for _, path in owners[:1]:
             found.append(Repair(path=(*path, name), value=ast.literal_eval(value), why="its class demands it"))
@@ -202,10 +204,16 @@ def _root_in(error: BaseException) -> Any:
     while link is not None:
         trace = link.__traceback__
         while trace is not None:
-            seen += [value for value in trace.tb_frame.f_locals.values() if is_config(value)]
+            held = trace.tb_frame.f_locals
+            seen += [value for value in (*held.values(), getattr(held.get("self"), "config", None)) if is_config(value)]
             trace = trace.tb_next
         link = link.__cause__
-    return max(seen, key=lambda c: sum(_path_to(c, other) is not None for other in seen), default=None)
+    wanted = [fault.config for fault in faults_of(_deepest(error))]
+
+    def rank(root: Any) -> tuple[int, int]:
+        return sum(_path_to(root, c) is not None for c in wanted), sum(_path_to(root, c) is not None for c in seen)
+
+    return max(seen, key=rank, default=None)
 
 
 _DIVISIBLE = re.compile(r"divisible by|multiple of")
@@ -218,7 +226,7 @@ def _divisible(root: Any, error: BaseException) -> list[Repair]:
     numbers = {int(n) for n in re.findall(r"\d+", str(error))}
     found = []
     for owner, path in _each(root):
-        heads, width = getattr(owner, "num_attention_heads", None), getattr(owner, "hidden_size", None)
+        heads, width = _read(owner, "num_attention_heads"), _read(owner, "hidden_size")
         if isinstance(heads, int) and isinstance(width, int) and {heads, width} <= numbers and width % heads:
             counts = [n for n in range(1, width) if width % n == 0]
             best = min(counts, key=lambda n: (abs(n - heads), -n))
@@ -243,23 +251,35 @@ def _rope(root: Any, error: BaseException, faults: list[Fault]) -> list[Repair]:
         match = re.search(r"sum exactly to (\d+) .*split_sizes=\[([\d, ]+)\]", str(error))
         if match and isinstance(settings, dict):
             wanted, sections = int(match[1]), [int(n) for n in match[2].split(",")]
-            head = getattr(owner, "head_dim", None) or getattr(owner, "hidden_size", 0) // (
-                getattr(owner, "num_attention_heads", 0) or 1
+            head = _int(owner, "head_dim") or (_int(owner, "hidden_size") or 0) // (
+                _int(owner, "num_attention_heads") or 1
             )
             share = 2 * sum(sections) / head if head else 0
             if head and 0 < share < 1 and wanted != sum(sections) and "partial_rotary_factor" not in settings:
                 found.append(
                     Repair(
                         path=(*path, "rope_parameters"),
-                        value={**{k: v for k, v in settings.items() if v is not None}, "partial_rotary_factor": share},
+                        value={
+                            **{k: v for k, v in settings.items() if v is not None},
+                            "mrope_section": sections,
+                            "partial_rotary_factor": share,
+                        },
                         why=f"the rotary sections {sections} cover {2 * sum(sections)} of {head}",
                     )
                 )
     return found
 
 
+def _read(config: Any, name: str) -> Any:
+    """A field; None where it is missing or differs from layer to layer."""
+    try:
+        return getattr(config, name, None)
+    except Exception:
+        return None
+
+
 def _int(config: Any, *names: str) -> int | None:
-    return next((v for n in names if isinstance(v := getattr(config, n, None), int) and v > 0), None)
+    return next((v for n in names if isinstance(v := _read(config, n), int) and v > 0), None)
 
 
 def _head_dim(config: Any) -> int | None:
@@ -279,6 +299,7 @@ _CONSTRAINTS: tuple[tuple[str, Callable[[Any], Any], str], ...] = (
     (r"^rope_theta$", lambda c: float(getattr(c, "default_theta", 10000.0)), "the class's default base"),
     (r"^decoder_start_token_id$", lambda c: getattr(c, "pad_token_id", None) or 0, "the pad token, as in T5"),
     (r"_token_(id|index)$", lambda c: 0, "any id will do: it is only compared with"),
+    (r"^default_language$", lambda c: next(iter(getattr(c, "languages", None) or []), None), "the first language"),
     (r"^vocabulary_map$", lambda c: {"<image>": 0}, "tokens of images are not in the text's vocabulary"),
     (r"^(moe|expert)_intermediate_size$", lambda c: _int(c, "intermediate_size"), "as wide as a dense block"),
     (r"^mlp_layer_types$", _dense_then_sparse, "the pattern that these classes document: dense, then sparse"),

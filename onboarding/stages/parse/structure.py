@@ -88,11 +88,14 @@ def find_layers(model: Any, config: Any) -> tuple[str, nn.ModuleList]:
     wanted = getattr(text, "num_hidden_layers", None)
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
     inside = {id(m) for m in decoder.modules()} if isinstance(decoder, nn.Module) else set()
-    best: tuple[tuple[bool, bool, int], str, nn.ModuleList] | None = None
+    lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and len(module)]
+    best: tuple[tuple[bool, bool, bool, int], str, nn.ModuleList] | None = None
     for name, module in model.named_modules():
         if not isinstance(module, nn.ModuleList) or len(module) == 0:
             continue
-        rank = (id(module) in inside, len(module) == wanted, sum(p.numel() for p in module.parameters()))
+        outermost = not any(name.startswith(other + ".") for other in lists)
+        size = sum(p.numel() for p in module.parameters())
+        rank = (id(module) in inside, outermost, len(module) == wanted, size)
         if best is None or rank > best[0]:
             best = (rank, name, module)
     if best is None:

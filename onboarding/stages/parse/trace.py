@@ -17,12 +17,10 @@ from onboarding.stages.parse.build import quiet
 from onboarding.stages.parse.constants import small_constants
 from onboarding.stages.parse.growth import SHORTEST
 from onboarding.stages.parse.inputs import (
-    Inputs,
-    image_inputs,
     loss_of,
-    parameters_of,
     sequence_limit,
-    text_inputs,
+    stated_limit,
+    with_image,
 )
 from onboarding.stages.parse.leaves import Replace, leaves_in_place
 from onboarding.stages.parse.marked import (
@@ -42,6 +40,8 @@ def _swap(output: Any, hidden: torch.Tensor) -> Any:
     """A layer's output with its hidden states replaced."""
     if isinstance(output, torch.Tensor):
         return hidden
+    if hasattr(output, "_fields") or hasattr(output, "keys"):
+        return output  # named outputs of two streams and the like: those of the layer that ran
     if isinstance(output, tuple):
         return (hidden, *output[1:])
     if isinstance(output, list):
@@ -116,19 +116,23 @@ def _module_hooks(model: nn.Module, tracer: Tracer) -> Iterator[None]:
 
 def _loss(model: Any, structure: Structure, ids: torch.Tensor, tracer: Tracer) -> torch.Tensor:
     """The training loss: of the class on text, else on text and an image, else of its text decoder and head."""
-    arguments = [{"input_ids": ids, "labels": ids, "use_cache": False}, *_with_image(model, ids)]
+    arguments = [{"input_ids": ids, "labels": ids, "use_cache": False}, *with_image(model, ids)]
     failure: Exception | None = None
+    tried: list[str] = []
     for given in arguments:
         try:
             output = model(**given)
         except Exception as error:
             failure = failure or error
+            tried.append(f"{', '.join(given)}: {type(error).__name__}: {' '.join(str(error).split())[:160]}")
             tracer.restart()
             continue
-        if len(given) > 3:
-            tracer.note("the class does not run on text alone: text and one image were traced")
+        if failure is not None:
+            tracer.note(f"the class does not run on text alone: it was given {', '.join(sorted(given))}")
         return loss_of(output, ids)
     assert failure is not None
+    if len(tried) > 1:
+        tracer.note(f"other inputs that the class refused: {'; '.join(tried[1:4])}")
     if structure.text_config is model.config:
         raise failure
     tracer.note(
@@ -140,17 +144,6 @@ def _loss(model: Any, structure: Structure, ids: torch.Tensor, tracer: Tracer) -
     except Exception:
         raise failure from None
     return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), ids.flatten())
-
-
-def _with_image(model: Any, ids: torch.Tensor) -> Iterator[Inputs]:
-    parameters = parameters_of(model.forward)
-    read = {m.in_features for m in model.modules() if isinstance(m, nn.Linear)}
-    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
-    for given in image_inputs(parameters, model.config, dtype, read):
-        images = next((t.shape[1] for t in given.values() if isinstance(t, torch.Tensor) and t.dim() == 5), 1)
-        if "image_attention_mask" in parameters:
-            given["image_attention_mask"] = ids.new_ones(*ids.shape, images)
-        yield {**given, **text_inputs(parameters, ids), "use_cache": False}
 
 
 def _step(
@@ -174,7 +167,7 @@ def _step(
                 raise Problem(
                     "model-not-traced",
                     f"the forward of {type(model).__name__} does not run at its published size",
-                    f"{type(error).__name__}: {' '.join(str(error).split())[:500]}",
+                    "; ".join([f"{type(error).__name__}: {' '.join(str(error).split())[:500]}", *tracer.trace.notes]),
                 ) from error
             tracer.trace.backward = _backward(loss, tracer, "the backward")
         tracer.trace.without_gradient = _without_gradient(model, tracer.trace)
@@ -269,8 +262,20 @@ def trace_model(model: nn.Module, mode: FakeTensorMode, structure: Structure, to
         Problem: ``model-not-traced`` when the forward does not run; a failing backward is only a note.
     """
     model.train()
-    tokens, notes = sequence_limit(model, tokens)
-    tokens -= tokens % 2 if tokens > 1 else 0
+    limit, notes = sequence_limit(model, tokens)
+    try:
+        trace = _trace(model, mode, structure, limit - limit % 2 if limit > 1 else limit)
+    except Problem:
+        stated = stated_limit(model)
+        if stated is None or stated >= limit:
+            raise
+        notes = [f"traced at {stated} tokens: the class does not run beyond"]
+        trace = _trace(model, mode, structure, stated)
+    trace.notes[:0] = notes
+    return trace
+
+
+def _trace(model: nn.Module, mode: FakeTensorMode, structure: Structure, tokens: int) -> Trace:
     marked = [m for module in modeling_modules(model) for m in (*marked_functions(module), *own_loops(module))]
     looping = {(m.module, m.attribute) for m in marked if loops(m.function) and not is_linear_attention(m.function)}
     looping |= _looping_forwards(model, mode, structure)
@@ -297,9 +302,11 @@ def trace_model(model: nn.Module, mode: FakeTensorMode, structure: Structure, to
     _step(model, mode, structure, tokens, tracer, replacing(tracer, tokens))
     if tokens >= 2 * SHORTEST and tracer.trace.backward:
         half = Tracer(structure.names)
-        _step(model, mode, structure, tokens // 2, half, replacing(half, tokens // 2))
-        tracer.trace.shorter = half.trace
+        try:
+            _step(model, mode, structure, tokens // 2, half, replacing(half, tokens // 2))
+            tracer.trace.shorter = half.trace
+        except Problem:
+            tracer.note("the class runs at one length only: how costs grow is not known")
     _tower_step(model, mode, structure, tracer)
     tracer.trace.tokens = tokens
-    tracer.trace.notes[:0] = notes
     return tracer.trace
