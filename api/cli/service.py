@@ -98,4 +98,5 @@ def run_demo(to: Path, profile: str) -> None:
     folder = pull(client, job["id"], to, replace=True)
     output.say(f"\nbundle  {folder}      verify: onboard bundle verify {folder}")
     output.say(f"report  {folder / 'report.html'}      watch: {client.url}{page}")
-    output.say("next    onboard submit path/to/your/config.json --watch")
+    output.say(f"next    onboard finetune {folder} --data examples/chat.jsonl --twin")
+    output.say("        onboard submit path/to/your/config.json --watch")
