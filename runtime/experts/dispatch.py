@@ -8,6 +8,7 @@ checkpointing the first pass keeps none, and the recomputation hands its graph t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -50,6 +51,7 @@ def dispatch(
     index: Tensor,
     weights: Tensor,
     chunks: int,
+    meanwhile: Callable[[], None] | None = None,
 ) -> Tensor:
     """Run every token's experts wherever they are.
 
@@ -61,14 +63,16 @@ def dispatch(
         index: int64 [T, K], global expert; -1 for none.
         weights: [T, K].
         chunks: the same on every rank.
+        meanwhile: other work of this rank, done while the first tokens are on their way.
 
     Returns:
         [T, D].
     """
     replay.refuse_other_checkpoints()
     names = list(parameters)
+    graded = torch.is_grad_enabled()
     result: Tensor = _Dispatch.apply(  # type: ignore[no-untyped-call]
-        transport, experts, names, chunks, x, index, weights, *parameters.values()
+        transport, experts, names, chunks, meanwhile, graded, x, index, weights, *parameters.values()
     )
     return result
 
@@ -81,6 +85,8 @@ class _Dispatch(torch.autograd.Function):
         experts: nn.Module,
         names: list[str],
         chunks: int,
+        meanwhile: Callable[[], None] | None,
+        graded: bool,
         x: Tensor,
         index: Tensor,
         weights: Tensor,
@@ -103,6 +109,9 @@ class _Dispatch(torch.autograd.Function):
         call.parameters = leaves if build else []
         call.graphs = []
         arriving = transport.spread(x[spans[0]], call.routes[0])
+        if meanwhile is not None:
+            with torch.set_grad_enabled(graded):
+                meanwhile()
         returning = []
         for number, route in enumerate(call.routes):
             rows = arriving()
@@ -150,7 +159,7 @@ class _Dispatch(torch.autograd.Function):
             for total, p in zip(sums, call.parameters, strict=True)
         ]
         call.graphs, call.parameters = [], []
-        return (None, None, None, None, dx, None, dweights, *finished)
+        return (None, None, None, None, None, None, dx, None, dweights, *finished)
 
 
 def _differentiate(graph: _Graph, parameters: list[Tensor], dy: Tensor) -> list[Any]:

@@ -14,8 +14,10 @@ from runtime.experts import replay, selection
 from runtime.experts.balance import Load, add_gradient
 from runtime.experts.compute import run_experts
 from runtime.experts.dispatch import dispatch
+from runtime.experts.replicas import Replicas
 from runtime.experts.router import RouterMode
-from runtime.experts.sites import Site
+from runtime.experts.shared import SharedExperts
+from runtime.experts.sites import Site, expert_parameters
 from runtime.experts.transport import Transport
 from runtime.parallel.config import ParallelConfig
 
@@ -23,18 +25,28 @@ from runtime.parallel.config import ParallelConfig
 class ExpertsLayer:
     """Selection, balance and dispatch of one layer; ``install`` hooks it into the model's modules."""
 
-    def __init__(self, site: Site, config: ParallelConfig, transport: Transport | None, load: Load) -> None:
+    def __init__(
+        self,
+        site: Site,
+        config: ParallelConfig,
+        transport: Transport | None,
+        load: Load,
+        replicas: Replicas | None = None,
+    ) -> None:
         """
         Args:
             site: the layer; its experts module may hold this rank's experts only.
             config: of the run.
             transport: None where every expert is local.
             load: counts tokens, holds the bias.
+            replicas: copies of busy experts; None without spare slots.
         """
         self.site = site
         self.config = config
         self.transport = transport
         self.load = load
+        self.replicas = replicas
+        self.shared = SharedExperts.find(site.block) if transport is not None else None
         self.dropped: Tensor | None = None
         """bool [T, K] of the pass that is running, where capacities drop."""
         self.mode: RouterMode | None = None
@@ -55,10 +67,14 @@ class ExpertsLayer:
             return layer.routed(original, *args, **kwargs)
 
         experts.forward = MethodType(run, experts)
+        if self.shared is not None:
+            self.shared.install()
         block.forward = MethodType(routed, block)
 
     def routed(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         """The block's forward with this layer's selection."""
+        if self.shared is not None:
+            self.shared.expect(*args, **kwargs)
         tape = replay.current()
         if tape is None and not self.config.balance.active and self.allowed is None:
             return original(*args, **kwargs)
@@ -116,7 +132,11 @@ class ExpertsLayer:
             if self.config.balance.capacity_factor:
                 counts = torch.bincount(index.reshape(-1) + 1, minlength=self.site.num_experts + 1)[1:].tolist()
             return run_experts(experts, tensors, x, index, weights, counts, self.site.num_experts)
-        return dispatch(self.transport, experts, tensors, x, index, weights, self.config.dispatch_chunks)
+        if self.replicas is not None:
+            index = self.replicas.slots(index)
+            tensors |= {n: self.replicas.extend(tensors[n]) for n in expert_parameters(experts)}
+        meanwhile = self.shared.run_early if self.shared is not None else None
+        return dispatch(self.transport, experts, tensors, x, index, weights, self.config.dispatch_chunks, meanwhile)
 
     def _replayed(self, value: Any, tape: replay.Tape | None) -> Any:
         """``value``, or in a recomputation what it was in the first pass."""

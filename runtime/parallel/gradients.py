@@ -46,10 +46,14 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
 
 
 def after_optimizer_step(model: nn.Module) -> LoadReport | None:
-    """After every optimizer step, on every rank: move the balance biases; return the step's load of all layers."""
+    """After every optimizer step, on every rank: move balance biases, choose copies; return the load of all layers."""
     state = state_of(model)
     loads = [(layer.site.name, layer.load) for layer in state.layers]
-    return balance.after_step(loads, torch.device(state.meshes.device_type))
+    report = balance.after_step(loads, torch.device(state.meshes.device_type))
+    for number, layer in enumerate(state.layers):
+        if layer.replicas is not None and report is not None:
+            layer.replicas.follow(report.load[number])
+    return report
 
 
 @contextmanager

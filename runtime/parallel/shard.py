@@ -15,11 +15,13 @@ from torch.distributed.tensor import DTensor, Shard
 from runtime.experts.balance import Load
 from runtime.experts.buffers import RingPool
 from runtime.experts.layer import ExpertsLayer
+from runtime.experts.replicas import Replicas
 from runtime.experts.routing import CountedRouting, RoutingSource
 from runtime.experts.sites import Site, expert_parameters, find_experts
 from runtime.experts.transport import Transport
 from runtime.parallel.config import ParallelConfig
 from runtime.parallel.meshes import Meshes
+from runtime.parallel.reduce import order_reductions
 from runtime.parallel.state import ParallelState, attach
 
 REPLICATE_BELOW = 2**20
@@ -70,10 +72,15 @@ def parallelize(
     for site in sites:
         transport = None
         if meshes.ep_size > 1:
-            transport = Transport(meshes, config, site.num_experts, routing or CountedRouting(), pool)
+            slots = site.num_experts + config.replicas * meshes.ep_size
+            transport = Transport(meshes, config, slots, routing or CountedRouting(), pool)
             _keep_own_experts(site, meshes)
         load = Load(site.num_experts, config.balance, site.block, distributed=meshes.dense is not None)
-        layer = ExpertsLayer(site, config, transport, load)
+        replicas = None
+        if config.replicas:
+            assert meshes.ep is not None  # checked: ep > 1
+            replicas = Replicas(meshes.ep.get_group(), site.num_experts, config.replicas)
+        layer = ExpertsLayer(site, config, transport, load, replicas)
         layer.install()
         state.layers.append(layer)
     if meshes.dense is not None:
@@ -123,6 +130,7 @@ def _shard(
             # division off alone fails on gloo, which has no averaging
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+    order_reductions(model, config)
     _prefetch(units)
 
 

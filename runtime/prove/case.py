@@ -90,6 +90,10 @@ def matrix(ranks: int) -> list[Case]:
             for layout, recompute in ((spread[0], False), (spread[-1], True)):
                 if name != "none":
                     rows.append(Case(twin=twin, layout=_with(layout, balance), recompute=recompute))
+        for layout in (replace(spread[0], replicas=1), replace(spread[-1], replicas=2)):
+            rows.append(Case(twin=twin, layout=layout, data="skewed"))
+            rows.append(Case(twin=twin, layout=layout, data="skewed", lora=True, recompute=True))
+        rows.append(Case(twin=twin, layout=replace(spread[0], deterministic=True)))
         for data in ("empty", "skewed"):
             for layout in spread:
                 rows.append(Case(twin=twin, layout=layout, recompute=True, data=data))
@@ -125,4 +129,5 @@ def quick(ranks: int) -> list[Case]:
             recompute=True,
         ),
         Case(twin="deepseek_v3", layout=ParallelConfig(ep=ep, balance=BALANCE["bias"]), data="empty"),
+        Case(layout=ParallelConfig(ep=ep, replicas=1, deterministic=True), data="skewed", recompute=True),
     ]

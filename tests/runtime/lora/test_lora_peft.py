@@ -36,7 +36,7 @@ def _in_peft(base: nn.Module, folder: Path) -> Tensor:
     with warnings.catch_warnings():
         # peft asks transformers for attributes that transformers has renamed
         warnings.simplefilter("ignore", FutureWarning)
-        model = peft.PeftModel.from_pretrained(copy.deepcopy(base), str(folder))  # type: ignore[arg-type]
+        model = peft.PeftModel.from_pretrained(copy.deepcopy(base), str(folder))
     logits: Tensor = model(input_ids=IDS, use_cache=False).logits
     return logits
 
@@ -74,7 +74,7 @@ def test_case_38_the_nesting_of_expert_weights_is_the_one_that_peft_has(tmp_path
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         theirs = peft.get_peft_model(
-            copy.deepcopy(base),  # type: ignore[arg-type]
+            copy.deepcopy(base),
             peft.LoraConfig(
                 r=4, target_modules=["q_proj"], target_parameters=["experts.gate_up_proj", "experts.down_proj"]
             ),
