@@ -14,13 +14,14 @@ from onboarding.architecture import FeedForwardRole
 from onboarding.stages.parse.roles import is_norm
 from onboarding.stages.parse.understand.blocks import understand_block
 from onboarding.stages.parse.understand.compare import CLOSE, disagreement, parameters_as, same
+from onboarding.stages.parse.understand.experts import prove_experts_module
 from onboarding.stages.parse.understand.ledger import DEFINITION, IDENTITY, Ledger, Sizes
 from onboarding.stages.parse.understand.novel import keep_subgraph
 from onboarding.stages.parse.understand.observe import Call, Observation
 from onboarding.stages.parse.understand.parts import Part, hidden
 from onboarding.stages.parse.understand.routers import prove_router, routing_of, tokens_choice
-from onboarding.stages.parse.understand.semantics import ACTIVATIONS, RouterForm
-from onboarding.stages.parse.uses.gates import GateFlags, joined, probe_gate, prove_gated_mlp
+from onboarding.stages.parse.understand.semantics import ACTIVATIONS, RouterForm, gate_value, halves
+from onboarding.stages.parse.uses.gates import GateFlags, prove_gated_mlp
 from onboarding.stages.parse.uses.proof import relative_error
 
 
@@ -129,7 +130,7 @@ def _gated_form(module: nn.Module, layers: list[Call], down: Call) -> tuple[Feed
     for order, layout in (((0, 1), "separate"), ((1, 0), "separate"), ((0,), "concatenated"), ((0,), "interleaved")):
         if len(order) != len(outputs):
             continue
-        gate, up = _halves([outputs[i] for i in order], layout)
+        gate, up = halves([outputs[i] for i in order], layout)
         if gate.shape != inner.shape:
             continue
         for name, act in ACTIVATIONS.items():
@@ -158,24 +159,6 @@ def _probed(module: nn.Module) -> GateFlags | None:
     return GateFlags(activation=spec.activation, limit=spec.limit, alpha=spec.alpha, up_offset=spec.up_offset)
 
 
-def _halves(outputs: list[Tensor], layout: str) -> tuple[Tensor, Tensor]:
-    if layout == "separate":
-        return outputs[0], outputs[1]
-    if layout == "concatenated":
-        gate, up = outputs[0].chunk(2, dim=-1)
-        return gate, up
-    return outputs[0][..., ::2], outputs[0][..., 1::2]
-
-
-def gate_value(gate: Tensor, up: Tensor, flags: GateFlags) -> Tensor:
-    """act(min(gate, limit)) * (clamp(up) + offset), SiLU with its alpha."""
-    if flags.limit is not None:
-        gate, up = gate.clamp(max=flags.limit), up.clamp(-flags.limit, flags.limit)
-    if flags.activation == "silu":
-        return gate * torch.sigmoid(flags.alpha * gate) * (up + flags.up_offset)
-    return ACTIVATIONS[flags.activation](gate) * (up + flags.up_offset)
-
-
 def _gated(flags: GateFlags, order: tuple[int, ...], layout: str) -> tuple[FeedForwardRole, Any]:
     role = FeedForwardRole(
         kind="dense", gated=True, activation=flags.activation, limit=flags.limit, alpha=flags.alpha,
@@ -183,7 +166,7 @@ def _gated(flags: GateFlags, order: tuple[int, ...], layout: str) -> tuple[FeedF
     )  # fmt: skip
 
     def reference(outputs: list[Tensor]) -> Tensor:
-        gate, up = _halves([outputs[i] for i in order], layout)
+        gate, up = halves([outputs[i] for i in order], layout)
         return gate_value(gate, up, flags)
 
     return role, reference
@@ -213,12 +196,11 @@ def _experts_role(
     layer: str,
 ) -> FeedForwardRole:
     call, index, weights = routed
-    module: Any = call.function
     role = FeedForwardRole(
         kind="experts", top_k=sizes.of(int(index.shape[-1]), r"top_?k$|per_tok|moe_k|top_k_experts|active|selected")
     )
     relative = call.path.removeprefix(layer).lstrip(".")
-    _prove_experts(module, call, index, weights, role, ledger, sizes, relative)
+    prove_experts_module(call, index, weights, role, ledger, sizes, relative)
     again = tokens_choice(steps[1], part.path)
     first = routing_of(steps[0], part.path, index, weights, call.position)
     second = routing_of(steps[1], part.path, again[1], again[2], again[0].position) if again else None
@@ -243,170 +225,6 @@ def _published_form(form: RouterForm, sizes: Sizes) -> RouterForm:
     return replace(
         form, top_k=top_k, groups=groups, kept_groups=sizes.of(form.kept_groups, r"topk_group|kept", r"group")
     )
-
-
-@dataclass(frozen=True)
-class _Stacked:
-    """Expert weights stacked on their first dim, and how they lie."""
-
-    first: str
-    """Name of the gate-up (or up) weights."""
-    down: str
-    transposed: bool
-    layout: str
-    gated: bool
-    first_bias: str | None
-    down_bias: str | None
-
-
-def _stacked(module: Any) -> _Stacked | None:
-    parameters = dict(module.named_parameters(recurse=False))
-    three = [n for n, p in parameters.items() if p.dim() == 3]
-    if len(three) != 2 or not hasattr(module, "is_concatenated"):
-        return None
-    down = next((n for n in three if "down" in n), three[1])
-    first = next(n for n in three if n != down)
-    two = {n: p for n, p in parameters.items() if p.dim() == 2}
-    return _Stacked(
-        first=first,
-        down=down,
-        transposed=bool(module.is_transposed),
-        layout="concatenated" if module.is_concatenated else "interleaved",
-        gated=bool(module.has_gate),
-        first_bias=next((n for n in two if n.startswith(first)), None),
-        down_bias=next((n for n in two if n.startswith(down)), None),
-    )
-
-
-def _prove_experts(
-    module: Any,
-    call: Call,
-    index: Tensor,
-    weights: Tensor,
-    role: FeedForwardRole,
-    ledger: Ledger,
-    sizes: Sizes,
-    path: str,
-) -> None:
-    """The experts module on fresh tokens and choices against the sum of its experts' feed-forwards."""
-    lie = _stacked(module)
-    if lie is None:
-        count = next((p.shape[0] for p in module.parameters() if p.dim() == 3), 0)
-        role.experts = sizes.of(int(count), r"expert")
-        keep_subgraph(call, "feed-forward", ledger)
-        return
-    parameters = dict(module.named_parameters(recurse=False))
-    count = int(parameters[lie.down].shape[0])
-    role.experts = _expert_count(sizes, path, lie.down, count)
-    role.layout, role.gated, role.bias = lie.layout if lie.gated else "", lie.gated, lie.first_bias is not None
-    flags = _expert_flags(module, lie)
-    if flags is None:
-        keep_subgraph(call, "feed-forward", ledger)
-        return
-    role.activation, role.limit, role.alpha, role.up_offset = (
-        flags.activation,
-        flags.limit,
-        flags.alpha,
-        flags.up_offset,
-    )
-    role.width = _expert_width(sizes, path, lie, int(parameters[lie.down].shape[1 if lie.transposed else 2]))
-    x = hidden_tokens(call, index)
-    generator = torch.Generator().manual_seed(61)
-    rows = index.reshape(-1, index.shape[-1]).shape[0]
-    fresh = torch.stack([torch.randperm(count, generator=generator)[: index.shape[-1]] for _ in range(rows)])
-    fresh = fresh.reshape(index.shape)
-    inputs = {"x": torch.randn(x.shape, generator=generator) * (flags.limit or 1.0)}
-    inputs["w"] = torch.rand(weights.shape, generator=generator)
-    inputs |= {n: p.detach() for n, p in parameters.items()}
-    post = bool(getattr(module, "has_post_expert_norm", False))
-
-    def actual(t: dict[str, Tensor]) -> Tensor:
-        with parameters_as(module, {n: t[n] for n in parameters}):
-            output = call.again({id(x): t["x"], id(index): fresh, id(weights): t["w"]}, module)
-        result: Tensor = output
-        return result
-
-    def expected(t: dict[str, Tensor]) -> Tensor:
-        return experts_reference(t, fresh, lie, flags, module if post else None)
-
-    words = experts_words(role)
-    try:
-        error = disagreement(actual, expected, inputs)
-    except Exception as failure:
-        ledger.unproven("feed-forward", words, f"{type(failure).__name__}: {failure}"[:200])
-        return
-    if not ledger.claim("feed-forward", words, DEFINITION, error, CLOSE):
-        keep_subgraph(call, "feed-forward", ledger)
-
-
-def hidden_tokens(call: Call, index: Tensor) -> Tensor:
-    """The tokens among the arguments of an experts module: floating, not the weights."""
-    return next(t for t in call.tensors() if t.is_floating_point() and t.shape != index.shape)
-
-
-def experts_words(role: FeedForwardRole) -> str:
-    """E.g. ``256 experts, gated by silu, concatenated, with biases``."""
-    words = f"{role.experts} experts, {'gated by ' if role.gated else ''}{role.activation}"
-    words += f", {role.layout}" if role.layout else ""
-    words += f", clamp {role.limit:g}" if role.limit else ""
-    words += f", alpha {role.alpha:g}" if role.alpha != 1.0 else ""
-    words += f", up + {role.up_offset:g}" if role.up_offset else ""
-    return words + (", with biases" if role.bias else "")
-
-
-def _expert_flags(module: Any, lie: _Stacked) -> GateFlags | None:
-    if lie.gated:
-        return probe_gate(lambda gate, up: module._apply_gate(joined(gate, up, lie.layout)))
-    act = getattr(module, "act_fn", None) or getattr(module, "activation_fn", None)
-    g = torch.linspace(-3, 3, 25)
-    for name, known in ACTIVATIONS.items():
-        if callable(act) and relative_error(act(g), known(g.double())) < 1e-5:
-            return GateFlags(activation=name, limit=None, alpha=1.0, up_offset=0.0)
-    return None
-
-
-def experts_reference(t: dict[str, Tensor], index: Tensor, lie: _Stacked, flags: GateFlags, norm: Any) -> Tensor:
-    """sum over chosen experts e of w_e down_e(act(up_e x)), in the dtype of ``x``."""
-    shape = t["x"].shape
-    x, index, w = t["x"].reshape(-1, shape[-1]), index.reshape(-1, index.shape[-1]), t["w"].reshape(-1, index.shape[-1])
-    out = None
-    for expert in range(t[lie.down].shape[0]):
-        share = (w * (index == expert)).sum(-1, keepdim=True)
-        first, down = t[lie.first][expert], t[lie.down][expert]
-        if lie.transposed:
-            first, down = first.T, down.T
-        inner = F.linear(x, first, t[lie.first_bias][expert] if lie.first_bias else None)
-        if lie.gated:
-            value = gate_value(*_halves([inner], lie.layout), flags)
-        else:
-            value = ACTIVATIONS[flags.activation](inner)
-        y = F.linear(value, down, t[lie.down_bias][expert] if lie.down_bias else None)
-        if norm is not None:
-            y = _post_norm(norm, y)
-        out = share * y if out is None else out + share * y
-    assert out is not None
-    return out.reshape(*shape[:-1], -1)
-
-
-def _post_norm(module: Any, y: Tensor) -> Tensor:
-    """The norm behind each expert: the module's own, which is proven with the norms."""
-    own = next(m for m in module.children() if is_norm(m))
-    result: Tensor = own(y.float()).to(y.dtype)
-    return result
-
-
-def _expert_count(sizes: Sizes, path: str, name: str, count: int) -> int:
-    try:
-        return int(sizes.full.get_submodule(path).get_parameter(name).shape[0])
-    except AttributeError:
-        return int(sizes.of(count, r"expert"))
-
-
-def _expert_width(sizes: Sizes, path: str, lie: _Stacked, width: int) -> int:
-    try:
-        return int(sizes.full.get_submodule(path).get_parameter(lie.down).shape[1 if lie.transposed else 2])
-    except AttributeError:
-        return width
 
 
 def _prove_sum(

@@ -72,7 +72,7 @@ class Sizes:
         """
         for pattern in patterns:
             for twin, full in self._pairs(re.compile(pattern)):
-                if type(twin) is type(value) and twin == value:
+                if type(twin) is type(value) is type(full) and twin == value:
                     return full
         return value
 

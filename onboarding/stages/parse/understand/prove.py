@@ -101,19 +101,10 @@ def understand(
     """Derive the twin of a configuration, build both models, and examine the twin."""
     failed = Ledger()
 
-    def attempt(repaired: dict[str, Any], state: Attempt) -> tuple[TwinPlan, nn.Module, nn.Module]:
-        state.config = models.resolve(repaired)
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(torch.bfloat16)  # what stays in float32 then is so by the model's own code
-        try:
-            full = models.on_meta(state.config)
-        finally:
-            torch.set_default_dtype(before)
-        chosen = plan or derive(repaired)
-        return chosen, full, build_twin(chosen)
-
     try:
-        (plan, full, twin), _, _ = with_repairs(config, attempt, assume=True)
+        plan = plan or derive(config, assume=True)
+        full = _published(config)
+        twin = build_twin(plan)
     except Problem as problem:
         failed.unproven("parameters", "roles", f"no reduced twin: {problem.title}. {problem.detail}"[:400])
         return Understanding(proofs=failed.proofs)
@@ -125,6 +116,21 @@ def understand(
     except Exception as error:  # a twin that does not run under observation must not take the parse down
         failed.unproven("parameters", "roles", f"the twin was not examined: {type(error).__name__}: {error}"[:400])
         return Understanding(proofs=failed.proofs)
+
+
+def _published(config: dict[str, Any]) -> nn.Module:
+    """The published model without memory; what stays in float32 then is so by its own code."""
+
+    def attempt(fields: dict[str, Any], state: Attempt) -> nn.Module:
+        state.config = models.resolve(fields)
+        return models.on_meta(state.config)
+
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        return with_repairs(config, attempt, assume=True)[0]
+    finally:
+        torch.set_default_dtype(before)
 
 
 def understand_twin(full: nn.Module, twin: Any, layers: list[int], kinds: list[list[int]]) -> Understanding:

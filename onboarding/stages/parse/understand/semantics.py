@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -124,6 +125,28 @@ def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, gate: Tensor | N
     if act is not None and gate is not None and not form.gate_first:
         y = y * act(gate)
     return y
+
+
+def halves(outputs: list[Tensor], layout: str) -> tuple[Tensor, Tensor]:
+    """Gate and up out of one or two projections."""
+    if layout == "separate":
+        return outputs[0], outputs[1]
+    if layout == "concatenated":
+        gate, up = outputs[0].chunk(2, dim=-1)
+        return gate, up
+    return outputs[0][..., ::2], outputs[0][..., 1::2]
+
+
+def gate_value(gate: Tensor, up: Tensor, flags: Any) -> Tensor:
+    """act(min(gate, limit)) * (clamp(up) + offset), SiLU with its alpha."""
+    if flags.limit is not None:
+        gate, up = gate.clamp(max=flags.limit), up.clamp(-flags.limit, flags.limit)
+    if flags.activation == "silu":
+        value = gate * torch.sigmoid(flags.alpha * gate)
+    else:
+        value = ACTIVATIONS[flags.activation](gate)
+    result: Tensor = value * (up + flags.up_offset)
+    return result
 
 
 @dataclass(frozen=True, kw_only=True)
