@@ -60,6 +60,8 @@ def make_tensors(
     tensors: dict[str, Tensor | None] = {"x": x}
     if spec.weighted:
         tensors["weight"] = 0.3 * normal(shape[-1]) + (0.0 if spec.offset else 1.0)
+    if spec.bias:
+        tensors["bias"] = 0.5 * normal(shape[-1])
     if spec.gate != "none":
         tensors["gate"] = 2.0 * normal(*shape)
     if spec.residual:

@@ -1,4 +1,4 @@
-"""RMSNorm and its variants in plain torch: the exact definition, and the kernel's algorithm with its roundings."""
+"""RMSNorm and LayerNorm in plain torch: the exact definition, and the kernel's algorithm with its roundings."""
 
 from __future__ import annotations
 
@@ -22,11 +22,15 @@ def _wide(t: Tensor | None) -> Tensor:
     return t.to(torch.promote_types(t.dtype, torch.float32))
 
 
-def _normalised(h: Tensor, weight: Tensor | None, gate: Tensor | None, spec: Spec) -> Tensor:
-    """h * rsqrt(mean(h^2) + eps) * scale * act(gate), over the last dim, in the dtype of h [..., D]."""
+def _normalised(h: Tensor, weight: Tensor | None, bias: Tensor | None, gate: Tensor | None, spec: Spec) -> Tensor:
+    """h * rsqrt(mean(h^2) + eps) * scale (+ bias) * act(gate), over the last dim, in the dtype of h [..., D]."""
+    if spec.centred:
+        h = h - h.mean(-1, keepdim=True)
     y = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + spec.eps)
     if weight is not None:
         y = y * (1 + weight if spec.offset else weight)
+    if bias is not None:
+        y = y + bias
     if gate is not None:
         y = y * (torch.sigmoid(gate) if spec.gate == "sigmoid" else torch.nn.functional.silu(gate))
     return y
@@ -38,8 +42,9 @@ def reference(tensors: Tensors, spec: Spec) -> dict[str, Tensor]:
     if spec.residual:
         h = h + _wide(tensors["residual"])
     weight = _wide(tensors["weight"]) if spec.weighted else None
+    bias = _wide(tensors["bias"]) if spec.bias else None
     gate = _wide(tensors["gate"]) if spec.gate != "none" else None
-    outputs = {"y": _normalised(h, weight, gate, spec)}
+    outputs = {"y": _normalised(h, weight, bias, gate, spec)}
     if spec.residual:
         outputs["residual_out"] = h
     return outputs
@@ -61,8 +66,9 @@ def rounded_reference(
     if spec.residual:
         h = rounded(h + stored("residual"), mma_dtype, gradient_dtype=torch.float32)
     weight = stored("weight") if spec.weighted else None
+    bias = stored("bias") if spec.bias else None
     gate = stored("gate") if spec.gate != "none" else None
-    outputs = {"y": rounded(_normalised(h, weight, gate, spec), mma_dtype)}
+    outputs = {"y": rounded(_normalised(h, weight, bias, gate, spec), mma_dtype)}
     if spec.residual:
         outputs["residual_out"] = h
     return outputs

@@ -1,4 +1,4 @@
-"""Spec of RMSNorm and its variants. Free of torch."""
+"""Spec of RMSNorm, LayerNorm and their variants. Free of torch."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ GATES = ("none", "sigmoid", "silu")
 
 @dataclass(frozen=True, kw_only=True)
 class Spec(OperatorSpec):
-    """y = x * rsqrt(mean(x^2) + eps) * w, over the last dim, in fp32, rounded once.
+    """y = x * rsqrt(mean(x^2) + eps) * w (+ b), over the last dim, in fp32, rounded once.
 
-    Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019), equation 4.
+    Sources: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019), equation 4; with ``centred`` Ba, Kiros
+    and Hinton, "Layer Normalization" (2016), equation 4.
     """
 
     family: ClassVar[str] = "norm"
@@ -26,6 +27,10 @@ class Spec(OperatorSpec):
     """There is a weight at all."""
     gate: str = "none"
     """``y *= act(gate)`` with act ``sigmoid`` or ``silu``, after the scale."""
+    centred: bool = False
+    """LayerNorm: the row's mean is subtracted first, so that the mean square is its variance."""
+    bias: bool = False
+    """A bias is added after the scale."""
     residual: bool = False
     """Fused add: x + residual is normalised, and also returned as ``residual_out``."""
 
@@ -37,12 +42,16 @@ class Spec(OperatorSpec):
             raise ValueError(f"hidden must be positive, not {self.hidden}")
         if self.offset and not self.weighted:
             raise ValueError("an offset needs a weight")
+        if self.bias and (not self.weighted or self.gate != "none"):
+            raise ValueError("a bias comes with a weight and without a gate")
 
     def inputs(self) -> tuple[TensorRole, ...]:
-        """x [..., D], then weight [D], gate [..., D], residual [..., D] where the flags ask for them."""
+        """x [..., D], then weight [D], bias [D], gate [..., D], residual [..., D] where the flags ask for them."""
         roles = [TensorRole(name="x")]
         if self.weighted:
             roles.append(TensorRole(name="weight"))
+        if self.bias:
+            roles.append(TensorRole(name="bias"))
         if self.gate != "none":
             roles.append(TensorRole(name="gate"))
         if self.residual:
@@ -57,8 +66,8 @@ class Spec(OperatorSpec):
         return tuple(roles)
 
     def flops(self, tokens: int, backward: bool = False) -> float:
-        """About 4 operations an element forward, 8 backward, 4 more for a gate."""
-        per_element = (8 if backward else 4) + (0 if self.gate == "none" else 4 * (1 + backward))
+        """About 4 operations an element forward, 8 backward, 4 more for a gate, 2 for a mean."""
+        per_element = (8 if backward else 4) + 2 * self.centred + (0 if self.gate == "none" else 4 * (1 + backward))
         return float(tokens * self.hidden * per_element)
 
     def bytes_moved(self, tokens: int, backward: bool = False) -> float:
@@ -73,7 +82,9 @@ class Spec(OperatorSpec):
 
     def words(self) -> str:
         """E.g. ``RMSNorm 2304, gated by sigmoid, bf16``."""
-        parts = [f"RMSNorm {self.hidden}"]
+        parts = [f"{'LayerNorm' if self.centred else 'RMSNorm'} {self.hidden}"]
+        if self.bias:
+            parts.append("bias")
         if self.offset:
             parts.append("scale 1 + w")
         if not self.weighted:

@@ -1,4 +1,4 @@
-"""RMSNorm over the last dim, forward and backward: plain, offset, gated, with a fused residual add.
+"""RMSNorm or LayerNorm over the last dim, forward and backward: plain, offset, gated, with a fused residual add.
 
 Tensors are rows [N, D] (leading dims flattened). One program handles a tile of whole rows, so every element is read
 once; all arithmetic is fp32. Backward walks its tiles with a fixed stride and keeps the weight gradient of all of
@@ -18,6 +18,7 @@ MAX_HIDDEN = 1 << 20  # most elements that a Triton tile may have
 def _forward_kernel(
     x_ptr,
     weight_ptr,
+    bias_ptr,
     gate_ptr,
     residual_ptr,
     y_ptr,
@@ -28,6 +29,8 @@ def _forward_kernel(
     EPS: tl.constexpr,
     WEIGHTED: tl.constexpr,
     OFFSET: tl.constexpr,
+    CENTRED: tl.constexpr,
+    BIAS: tl.constexpr,
     GATE: tl.constexpr,
     RESIDUAL: tl.constexpr,
     ROWS: tl.constexpr,
@@ -45,6 +48,8 @@ def _forward_kernel(
         stored_RD = h_RD.to(residual_out_ptr.dtype.element_ty)
         tl.store(residual_out_ptr + at_RD, stored_RD, mask=inside_RD)
         h_RD = stored_RD.to(tl.float32)
+    if CENTRED:
+        h_RD = tl.where(inside_RD, h_RD - (tl.sum(h_RD, axis=1) / D)[:, None], 0.0)
     rstd_R = tl.rsqrt(tl.sum(h_RD * h_RD, axis=1) / D + EPS)
     tl.store(rstd_ptr + row_R, rstd_R, mask=row_R < N)
 
@@ -54,6 +59,8 @@ def _forward_kernel(
         if OFFSET:
             scale_D += 1.0
         y_RD *= scale_D[None, :]
+    if BIAS:
+        y_RD += tl.load(bias_ptr + col_D, mask=col_D < D, other=0.0).to(tl.float32)[None, :]
     if GATE != "none":
         gate_RD = tl.load(gate_ptr + at_RD, mask=inside_RD, other=0.0).to(tl.float32)
         y_RD *= tl.sigmoid(gate_RD)
@@ -73,13 +80,16 @@ def _backward_kernel(
     dh_ptr,
     dgate_ptr,
     dweight_ptr,
+    dbias_ptr,
     N,
     D,
     WEIGHTED: tl.constexpr,
     OFFSET: tl.constexpr,
+    CENTRED: tl.constexpr,
     GATE: tl.constexpr,
     RESIDUAL_GRADIENT: tl.constexpr,
     WEIGHT_GRADIENT: tl.constexpr,
+    BIAS_GRADIENT: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -90,13 +100,17 @@ def _backward_kernel(
         if OFFSET:
             scale_D += 1.0
     dweight_D = tl.zeros((BLOCK_D,), tl.float32)
+    dbias_D = tl.zeros((BLOCK_D,), tl.float32)
 
     for tile in range(program, tl.cdiv(N, ROWS), tl.num_programs(0)):
         row_R = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)
         at_RD = row_R[:, None] * D + col_D[None, :]
         inside_RD = (row_R < N)[:, None] & (col_D < D)[None, :]
         rstd_R = tl.load(rstd_ptr + row_R, mask=row_R < N, other=0.0)
-        unit_RD = tl.load(h_ptr + at_RD, mask=inside_RD, other=0.0).to(tl.float32) * rstd_R[:, None]
+        unit_RD = tl.load(h_ptr + at_RD, mask=inside_RD, other=0.0).to(tl.float32)
+        if CENTRED:
+            unit_RD = tl.where(inside_RD, unit_RD - (tl.sum(unit_RD, axis=1) / D)[:, None], 0.0)
+        unit_RD *= rstd_R[:, None]
         dunit_RD = tl.load(dy_ptr + at_RD, mask=inside_RD, other=0.0).to(tl.float32)
 
         if GATE != "none":
@@ -113,6 +127,8 @@ def _backward_kernel(
                 dgate_RD *= scale_D[None, :]
             tl.store(dgate_ptr + at_RD, dgate_RD.to(dgate_ptr.dtype.element_ty), mask=inside_RD)
             dunit_RD *= act_RD
+        if BIAS_GRADIENT:
+            dbias_D += tl.sum(dunit_RD, axis=0)
         if WEIGHT_GRADIENT:
             dweight_D += tl.sum(dunit_RD * unit_RD, axis=0)
         if WEIGHTED:
@@ -121,12 +137,16 @@ def _backward_kernel(
         # d(h rstd)/dh: the part of the gradient along the unit row is projected out
         along_R = tl.sum(dunit_RD * unit_RD, axis=1) / D
         dh_RD = (dunit_RD - unit_RD * along_R[:, None]) * rstd_R[:, None]
+        if CENTRED:  # and so is the part that is the same in every column
+            dh_RD -= (tl.sum(dunit_RD, axis=1) / D * rstd_R)[:, None]
         if RESIDUAL_GRADIENT:
             dh_RD += tl.load(d_residual_out_ptr + at_RD, mask=inside_RD, other=0.0).to(tl.float32)
         tl.store(dh_ptr + at_RD, dh_RD.to(dh_ptr.dtype.element_ty), mask=inside_RD)
 
     if WEIGHT_GRADIENT:
         tl.store(dweight_ptr + program.to(tl.int64) * D + col_D, dweight_D, mask=col_D < D)
+    if BIAS_GRADIENT:
+        tl.store(dbias_ptr + program.to(tl.int64) * D + col_D, dbias_D, mask=col_D < D)
 
 
 def traits(spec):
@@ -171,6 +191,7 @@ def forward(tensors, spec, config):
         _forward_kernel[(-(-rows // config["forward_rows"]),)](
             x,
             tensors["weight"] if spec.weighted else None,
+            tensors["bias"] if spec.bias else None,
             tensors["gate"] if spec.gate != "none" else None,
             tensors["residual"] if spec.residual else None,
             outputs["y"],
@@ -181,6 +202,8 @@ def forward(tensors, spec, config):
             EPS=spec.eps,
             WEIGHTED=spec.weighted,
             OFFSET=spec.offset,
+            CENTRED=spec.centred,
+            BIAS=spec.bias,
             GATE=spec.gate,
             RESIDUAL=spec.residual,
             ROWS=config["forward_rows"],
@@ -201,12 +224,14 @@ def backward(tensors, saved, grads, needs, spec, config):
         dy = h.new_zeros(h.shape)
     d_residual_out = grads["residual_out"] if spec.residual else None
     weight_gradient = spec.weighted and "weight" in needs
+    bias_gradient = spec.bias and "bias" in needs
     tiles = -(-rows // config["backward_rows"])
     programs = min(tiles, config["backward_programs"])
 
     dh = torch.empty_like(h)
     dgate = torch.empty_like(tensors["gate"]) if spec.gate != "none" else None
     dweight = h.new_empty((programs, hidden), dtype=torch.float32) if weight_gradient else None
+    dbias = h.new_empty((programs, hidden), dtype=torch.float32) if bias_gradient else None
     if rows > 0 and hidden > 0:
         _backward_kernel[(programs,)](
             dy,
@@ -218,13 +243,16 @@ def backward(tensors, saved, grads, needs, spec, config):
             dh,
             dgate,
             dweight,
+            dbias,
             rows,
             hidden,
             WEIGHTED=spec.weighted,
             OFFSET=spec.offset,
+            CENTRED=spec.centred,
             GATE=spec.gate,
             RESIDUAL_GRADIENT=d_residual_out is not None,
             WEIGHT_GRADIENT=weight_gradient,
+            BIAS_GRADIENT=bias_gradient,
             ROWS=config["backward_rows"],
             BLOCK_D=1 << (hidden - 1).bit_length(),
             num_warps=config["backward_warps"],
@@ -234,6 +262,8 @@ def backward(tensors, saved, grads, needs, spec, config):
         gradients["x"] = dh.to(tensors["x"].dtype)
     if weight_gradient:
         gradients["weight"] = dweight.sum(0).to(tensors["weight"].dtype)
+    if bias_gradient:
+        gradients["bias"] = dbias.sum(0).to(tensors["bias"].dtype)
     if spec.gate != "none" and "gate" in needs:
         gradients["gate"] = dgate
     if spec.residual and "residual" in needs:

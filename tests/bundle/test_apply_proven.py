@@ -1,4 +1,4 @@
-"""From parse to a model: what is proven of rotary functions and routers is what its modules then run."""
+"""From parse to a model: what is proven of rotary functions, routers and LayerNorms is what its modules then run."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "glm4": {"partial_rotary_factor": 0.5},
     "cohere": {},
     "olmo2": {},
+    "starcoder2": {},
     "gemma3_text": {},
     "qwen3_moe": {**MOE, "norm_topk_prob": True},
     "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 2},
@@ -33,9 +34,9 @@ MODELS: dict[str, dict[str, Any]] = {
                     "moe_intermediate_size": 16, "first_k_dense_replace": 1, "num_key_value_heads": 2},
 }  # fmt: skip
 # gpt-oss keeps half a table of angles: its rotary function stays its own
-CASES = [("rotary", name) for name in MODELS if name != "gpt_oss"] + [
-    ("routing", name) for name in ("qwen3_moe", "gpt_oss", "deepseek_v3")
-]
+CASES = [("rotary", name) for name in MODELS if name != "gpt_oss"]
+CASES += [("routing", name) for name in ("qwen3_moe", "gpt_oss", "deepseek_v3")]
+CASES += [("norm", name) for name in ("cohere", "starcoder2")]
 
 
 @pytest.fixture(autouse=True)

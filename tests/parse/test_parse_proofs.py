@@ -52,8 +52,10 @@ class OtherEpsilon(Norm):
 
 
 class Centred(Norm):
+    """The mean is taken off after the scale, which is no LayerNorm either."""
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.weight * self.scaled(x - x.mean(-1, keepdim=True))
+        return self.weight * (self.scaled(x) - x.mean(-1, keepdim=True))
 
 
 class StoppedGradient(Norm):
@@ -96,8 +98,11 @@ def test_a_gate_in_another_place_is_not_bound() -> None:
     assert prove_norm(GateBefore(), WIDTH, True, "bfloat16") is None
 
 
-def test_layer_norm_is_not_rms_norm() -> None:
-    assert prove_norm(nn.LayerNorm(WIDTH), WIDTH, False, "bfloat16") is None
+@pytest.mark.parametrize("bias", [True, False])
+def test_layer_norm_is_not_taken_for_rms_norm(bias: bool) -> None:
+    spec = prove_norm(nn.LayerNorm(WIDTH, bias=bias), WIDTH, False, "bfloat16")
+    assert spec is not None
+    assert (spec.centred, spec.bias, spec.offset, spec.eps) == (True, bias, False, 1e-5)
 
 
 @pytest.mark.parametrize("name", ["silu", "gelu", "relu", "sigmoid"])

@@ -22,11 +22,21 @@ FLAGS = [
     )
     if weighted or not offset
 ]
+FLAGS += [
+    {"weighted": True, "offset": False, "gate": "none", "residual": residual, "centred": True, "bias": bias}
+    for residual, bias in itertools.product((False, True), (False, True))
+]
+FLAGS += [
+    {"weighted": True, "offset": True, "gate": "sigmoid", "residual": False, "centred": True},
+    {"weighted": False, "offset": False, "gate": "none", "residual": False, "centred": True},
+    {"weighted": True, "offset": False, "gate": "none", "residual": False, "bias": True},
+]
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 def _id(flags):
     words = ["weight" if flags["weighted"] else "plain", "offset" * flags["offset"], flags["gate"]]
+    words += ["centred" * flags.get("centred", False), "bias" * flags.get("bias", False)]
     return "-".join(filter(None, [*words, "residual" * flags["residual"]]))
 
 
@@ -72,6 +82,24 @@ def test_every_flag(flags, dtype):
         shape = tensors["x"].shape
         upstream = [torch.randn(shape, generator=generator).to(DTYPES[dtype]) for _ in spec.outputs()]
         check(spec, tensors, upstream, op(spec))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_layer_norm_is_torchs(bias):
+    spec = Spec(hidden=100, dtype="float32", centred=True, bias=bias, eps=1e-5)
+    generator = torch.Generator().manual_seed(1)
+    x = 3.0 + torch.randn(40, 100, generator=generator)
+    tensors = {"x": x, "weight": torch.randn(100, generator=generator)}
+    if bias:
+        tensors["bias"] = torch.randn(100, generator=generator)
+    leaves, wide = _leaves(tensors), _leaves(tensors, torch.float64)
+    (y,) = op(spec)(**leaves)
+    expected = torch.nn.functional.layer_norm(wide["x"], (100,), wide["weight"], wide.get("bias"), 1e-5)
+    upstream = torch.randn(40, 100, generator=generator)
+    tolerance.assert_close("y", y, expected, 1e-5)
+    found, wanted = _gradients({"y": y}, leaves, [upstream]), _gradients({"y": expected}, wide, [upstream.double()])
+    for name in tensors:
+        tolerance.assert_close(name, found[name], wanted[name], 1e-5)
 
 
 def test_fp16():

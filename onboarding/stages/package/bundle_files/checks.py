@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 EPS_NAMES = ("variance_epsilon", "eps", "epsilon", "norm_eps", "layer_norm_epsilon")
 DEFAULT_ATTRIBUTES = {
-    "norm": {"weight": "weight"},
+    "norm": {"weight": "weight", "bias": "bias"},
     "gated_norm": {"weight": "weight"},
     "gated_mlp": {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"},
     "experts": {
@@ -57,6 +57,8 @@ def _norm_mismatch(spec: dict[str, Any], module: nn.Module, names: dict[str, str
         return f"eps {found[0] if found else 'unknown'} where the kernel has {spec['eps']}"
     if spec["weighted"] != isinstance(getattr(module, names["weight"], None), Tensor):
         return "weight" if spec["weighted"] else "a weight where the kernel has none"
+    if bool(spec.get("bias")) != isinstance(getattr(module, names.get("bias", "bias"), None), Tensor):
+        return "no bias" if spec.get("bias") else "a bias where the kernel has none"
     activation = vars(module).get("activation")
     if isinstance(activation, str) and activation not in (spec["gate"], {"silu": "swish"}.get(spec["gate"])):
         return f"gate {activation} where the kernel has {spec['gate']}"

@@ -143,8 +143,9 @@ def _norm(swap: Swap, module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         _covered(x)
         return swap.call(x=x)[0]
     weight = getattr(module, swap.attributes["weight"])
-    _covered(x, weight)
-    return swap.call(x=x, weight=weight)[0]
+    more = {"bias": getattr(module, swap.attributes["bias"])} if swap.spec.get("bias") else {}
+    _covered(x, weight, *more.values())
+    return swap.call(x=x, weight=weight, **more)[0]
 
 
 def _gated_norm(swap: Swap, module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:

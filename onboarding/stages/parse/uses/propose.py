@@ -128,6 +128,7 @@ class Proposer:
                 self._unproven(module, "norm")
                 return
             attributes = {"weight": "weight"} if spec.weighted else {}
+            attributes |= {"bias": "bias"} if spec.bias else {}
             self._add(
                 spec, call, module, "gated_norm" if gated else "norm", attributes, self._norm_role(call.path, gated)
             )
