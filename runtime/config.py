@@ -223,6 +223,8 @@ class TelemetryConfig:
     """Text file for the node exporter's collector."""
     prometheus_port: int = 0
     """Port of an endpoint on 127.0.0.1 (first rank); 0 opens none."""
+    profile_step: int = 0
+    """Step whose collectives are timed by the profiler (that step is slower); 0 profiles none."""
     tensorboard: bool = True
     """Event files under ``tensorboard/`` of the output folder."""
     peak_tflops: float = 0.0
@@ -232,7 +234,7 @@ class TelemetryConfig:
 
     def __post_init__(self) -> None:
         _positive(self, "every")
-        _not_negative(self, "prometheus_port", "peak_tflops")
+        _not_negative(self, "prometheus_port", "peak_tflops", "profile_step")
 
 
 @dataclass(frozen=True, kw_only=True)

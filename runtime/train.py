@@ -33,6 +33,7 @@ from runtime.refusal import Refused
 from runtime.setup import Checked, Ready, World, assemble, check, start
 from runtime.step import Health, Stepper, StepResult, be_deterministic
 from runtime.telemetry.collect import Telemetry
+from runtime.telemetry.communication import profiled
 from runtime.voice import Voice
 
 MEMORY_SLACK = 1.25
@@ -194,7 +195,7 @@ class Run:
             self.telemetry.begin()
             value = rate(config.optimizer, step, config.steps)
             set_rate(self.optimizers, value)
-            result = self.stepper.run(step, data.step(), wish=self.wish.wished is not None)
+            result = self._step(step, data)
             self.step = step
             self.dog.progress(step, "training")
             self._tell(step, result, value)
@@ -205,6 +206,15 @@ class Run:
             if why:
                 return why
         return ""
+
+    def _step(self, step: int, data: Prefetcher) -> StepResult:
+        rows, wish = data.step(), self.wish.wished is not None
+        if step != self.config.telemetry.profile_step:
+            return self.stepper.run(step, rows, wish=wish)
+        result, times = profiled(lambda: self.stepper.run(step, rows, wish=wish), self.device)
+        words = ", ".join(f"{name.replace('_', ' ')} {value * 1e3:.1f} ms" for name, value in times.items())
+        self.voice.say("profile", step=step, words=words, **times)
+        return result
 
     def _tell(self, step: int, result: StepResult, value: float) -> None:
         record, alerts = self.telemetry.record(step, result, value, self.ready.model, self.ready.cache)

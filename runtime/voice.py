@@ -21,6 +21,7 @@ LINES = {
     "alert": "ALERT    step {step}: {words}",
     "skipped": "WARNING  step {step} moved nothing: {why}",
     "memory": "memory   {words}",
+    "profile": "profile  step {step}: {words}",
     "stopped": "stopped  after step {step} by {why}; the run is saved and goes on when started again",
     "result": "done     {steps} steps, loss {first:.4f} -> {last:.4f} in {seconds:.0f} s -> {path}",
     "problem": "error    {title}\n         {detail}",

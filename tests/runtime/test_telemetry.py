@@ -6,6 +6,7 @@ import json
 import struct
 import urllib.request
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from runtime.lora.adapter import apply_lora
 from runtime.lora.config import LoraConfig
 from runtime.model import build, read_definition
 from runtime.telemetry.alerts import Alerts
+from runtime.telemetry.communication import seconds
 from runtime.telemetry.flops import count, peak_tflops
 from runtime.telemetry.sinks import JsonLines, Prometheus, TensorBoard
 
@@ -99,6 +101,27 @@ def test_peaks_are_found_by_name() -> None:
     assert peak_tflops("NVIDIA H200") == 989.0
     assert peak_tflops("NVIDIA H100 PCIe") == 756.0
     assert peak_tflops("GeForce 256") == 0.0
+
+
+# ---- communication ----------------------------------------------------------------------------------------------
+
+
+def test_exposed_communication_is_what_no_kernel_covers() -> None:
+    def event(name: str, begin: float, end: float, where: str = "DeviceType.CUDA") -> Any:
+        return SimpleNamespace(name=name, time_range=SimpleNamespace(start=begin, end=end), device_type=where)
+
+    events = [
+        event("ncclDevKernel_AllGather", 0, 10),
+        event("ncclDevKernel_SendRecv", 8, 20),  # together 0 to 20
+        event("nccl:all_gather", 0, 500, "DeviceType.CPU"),  # the launch, not the work
+        event("gemm", 5, 9),
+        event("gemm", 15, 30),  # covers 5 to 9 and 15 to 20
+    ]
+    found = seconds(events, "cuda")
+    assert found == pytest.approx({"communication": 20e-6, "exposed_communication": 11e-6, "computation": 19e-6})
+    cpu = [event("gloo:all_reduce", 0, 4, "DeviceType.CPU"), event("aten::mm", 0, 9, "DeviceType.CPU")]
+    assert seconds(cpu, "cpu") == pytest.approx({"communication": 4e-6})
+    assert seconds([], "cuda") == {"communication": 0, "exposed_communication": 0, "computation": 0}
 
 
 # ---- sinks ------------------------------------------------------------------------------------------------------
