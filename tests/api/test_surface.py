@@ -44,6 +44,8 @@ bundle verify: path --key
 cancel: job
 demo: --to --profile
 doctor: --json
+finetune: bundle --data --weights --twin --output --steps --sequence-length --batch --microbatch --lr \
+--rank --target --full --ranks --ep --device --kernels --key --set --dry-run
 jobs: --state --limit --json
 parse: what --sequence-length --target --json
 report: job --out --open
