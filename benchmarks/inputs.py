@@ -26,6 +26,9 @@ def make(benchmark: Benchmark, device: torch.device, seed: int = 0) -> dict[str,
         "short_convolution": _convolution,
         "hyper_connection": _streams,
         "moe": _experts,
+        "linear_cross_entropy": _loss,
+        "rotary": _rotary,
+        "routing": _routing,
         "linear_attention": _attention,
     }
     tensors = draw[benchmark.spec.family](benchmark, normal)
@@ -39,7 +42,7 @@ def make(benchmark: Benchmark, device: torch.device, seed: int = 0) -> dict[str,
 def _rows(benchmark: Benchmark, normal: Any) -> dict[str, Tensor | None]:
     spec: Any = benchmark.spec
     width = spec.hidden if spec.family == "norm" else spec.width
-    shapes = {"weight": (width,), "gate_up": (benchmark.tokens, 2 * width)}
+    shapes = {"weight": (width,), "bias": (width,), "gate_up": (benchmark.tokens, 2 * width)}
     return {r.name: normal(*shapes.get(r.name, (benchmark.tokens, width))) for r in spec.inputs()}
 
 
@@ -58,6 +61,32 @@ def _streams(benchmark: Benchmark, normal: Any) -> dict[str, Tensor | None]:
         "base": normal(spec.columns, dtype=torch.float32),
         "scale": normal(spec.parts, dtype=torch.float32),
     }
+
+
+def _loss(benchmark: Benchmark, normal: Any) -> dict[str, Tensor | None]:
+    spec: Any = benchmark.spec
+    rows, hidden, vocabulary = benchmark.tokens, spec.hidden, spec.vocabulary
+    x = normal(rows, hidden)
+    target = torch.arange(rows, device=x.device) * 7919 % vocabulary
+    weight = normal(vocabulary, hidden, scale=hidden**-0.5)
+    return {"x": x, "weight": weight, "target": target, "denominator": None}
+
+
+def _rotary(benchmark: Benchmark, normal: Any) -> dict[str, Tensor | None]:
+    spec: Any = benchmark.spec
+    angle = 3.0 * normal(1, benchmark.tokens, spec.rotary_dim // 2, dtype=torch.float32)
+    angle = torch.cat([angle, angle], dim=-1)
+    q = normal(1, benchmark.tokens, spec.heads, spec.head_dim)
+    tensors = {"q": q, "cos": angle.cos().to(q.dtype), "sin": angle.sin().to(q.dtype)}
+    return tensors | ({"q_weight": 1.0 + normal(spec.head_dim, scale=0.1)} if spec.norm else {})
+
+
+def _routing(benchmark: Benchmark, normal: Any) -> dict[str, Tensor | None]:
+    spec: Any = benchmark.spec
+    logits = normal(benchmark.tokens, spec.experts)
+    bias = normal(spec.experts, scale=0.1, dtype=torch.float32)
+    slots = torch.zeros(spec.top_k, dtype=torch.int32, device=logits.device)
+    return {"logits": logits, "bias": bias, "slots": slots}
 
 
 def _experts(benchmark: Benchmark, normal: Any) -> dict[str, Tensor | None]:

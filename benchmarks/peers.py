@@ -139,8 +139,89 @@ def fla_gated_delta_rule(benchmark: Benchmark, t: Inputs) -> Call:
     return lambda: chunk_gated_delta_rule(t["q"], t["k"], t["v"], t["g"], t["beta"], use_qk_l2norm_in_kernel=True)[0]
 
 
+def liger_fused_linear_cross_entropy(benchmark: Benchmark, t: Inputs) -> Call:
+    """Liger's loss over chunks of rows."""
+    function = _imported("liger_kernel.transformers.functional", "liger_fused_linear_cross_entropy")
+
+    def call() -> Tensor:
+        found = function(t["x"], t["weight"], t["target"])
+        loss: Tensor = found[0] if isinstance(found, tuple) else found
+        return loss
+
+    return call
+
+
+def fla_fused_linear_cross_entropy(benchmark: Benchmark, t: Inputs) -> Call:
+    """flash-linear-attention's loss over chunks of rows."""
+    loss = _imported("fla.modules.fused_linear_cross_entropy", "FusedLinearCrossEntropyLoss")()
+
+    return lambda: loss(t["x"], t["target"], t["weight"])
+
+
+def compiled_cross_entropy(benchmark: Benchmark, t: Inputs) -> Call:
+    """torch's linear and cross_entropy, compiled."""
+
+    @torch.compile
+    def loss(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        return torch.nn.functional.cross_entropy(torch.nn.functional.linear(x, weight).float(), target)
+
+    return lambda: loss(t["x"], t["weight"], t["target"])
+
+
+def torch_layer_norm(benchmark: Benchmark, t: Inputs) -> Call:
+    """torch.nn.functional.layer_norm."""
+    spec: Any = benchmark.spec
+    return lambda: torch.nn.functional.layer_norm(t["x"], (spec.hidden,), t["weight"], t["bias"], spec.eps)
+
+
+def torch_rotary(benchmark: Benchmark, t: Inputs) -> Call:
+    """The family's definition in torch's dtype of storage, as transformers has it."""
+    spec: Any = benchmark.spec
+
+    def call() -> Tensor:
+        q = t["q"]
+        if spec.norm:
+            q = torch.nn.functional.rms_norm(q, (spec.head_dim,), t["q_weight"], spec.eps)
+        a, b = q.chunk(2, dim=-1)
+        turned: Tensor = q * t["cos"].unsqueeze(2) + torch.cat([-b, a], dim=-1) * t["sin"].unsqueeze(2)
+        return turned
+
+    return call
+
+
+def compiled_rotary(benchmark: Benchmark, t: Inputs) -> Call:
+    """The same, compiled."""
+    return torch.compile(torch_rotary(benchmark, t))
+
+
+def torch_routing(benchmark: Benchmark, t: Inputs) -> Call:
+    """DeepSeek's router after its linear layer, as transformers has it."""
+    spec: Any = benchmark.spec
+
+    def call() -> Tensor:
+        scores = torch.sigmoid(t["logits"])
+        index = torch.topk(scores + t["bias"], spec.top_k, dim=-1, sorted=False).indices
+        weights: Tensor = scores.gather(1, index)
+        return weights / (weights.sum(-1, keepdim=True) + 1e-20) * float(spec.scale)
+
+    return call
+
+
+def compiled_routing(benchmark: Benchmark, t: Inputs) -> Call:
+    """The same, compiled."""
+    return torch.compile(torch_routing(benchmark, t))
+
+
 PEERS: dict[str, Callable[[Benchmark, Inputs], Call]] = {
     "torch.rms_norm": torch_rms_norm,
+    "torch.layer_norm": torch_layer_norm,
+    "torch.rotary": torch_rotary,
+    "torch.compile.rotary": compiled_rotary,
+    "torch.routing": torch_routing,
+    "torch.compile.routing": compiled_routing,
+    "liger.fused_linear_cross_entropy": liger_fused_linear_cross_entropy,
+    "fla.fused_linear_cross_entropy": fla_fused_linear_cross_entropy,
+    "torch.compile.cross_entropy": compiled_cross_entropy,
     "liger.rms_norm": liger_rms_norm,
     "liger.swiglu": liger_swiglu,
     "fla.rms_norm_gated": fla_rms_norm_gated,

@@ -9,8 +9,11 @@ from typing import Any
 from kernel_templates.gated_activation.spec import Spec as GatedActivation
 from kernel_templates.hyper_connection.spec import Spec as HyperConnection
 from kernel_templates.linear_attention.spec import Spec as LinearAttention
+from kernel_templates.linear_cross_entropy.spec import Spec as Loss
 from kernel_templates.moe.spec import Spec as Experts
 from kernel_templates.norm.spec import Spec as Norm
+from kernel_templates.rotary.spec import Spec as Rotary
+from kernel_templates.routing.spec import Spec as Routing
 from kernel_templates.short_convolution.spec import Spec as ShortConvolution
 from kernel_templates.spec import OperatorSpec
 
@@ -88,10 +91,46 @@ def _norm(name: str, rows: int, peers: tuple[str, ...], spec: Norm) -> Benchmark
     return Benchmark(name=name, spec=spec, tokens=rows, peers=peers, tiny={"hidden": 48})
 
 
+LOSS_PEERS = ("liger.fused_linear_cross_entropy", "fla.fused_linear_cross_entropy", "torch.compile.cross_entropy")
+
+
+def _loss(name: str, rows: int, hidden: int, vocabulary: int, frozen: bool) -> Benchmark:
+    return Benchmark(
+        name=name + ("_frozen" if frozen else ""),
+        spec=Loss(hidden=hidden, vocabulary=vocabulary, frozen=frozen),
+        tokens=rows,
+        peers=LOSS_PEERS,
+        reduced={"vocabulary": 16384},
+        tiny={"hidden": 48, "vocabulary": 300},
+    )
+
+
 BENCHMARKS: tuple[Benchmark, ...] = (
     _norm("norm_65536x2304", 65536, ("torch.rms_norm", "liger.rms_norm"), Norm(hidden=2304)),
     _norm("norm_8192x4096", 8192, ("torch.rms_norm", "liger.rms_norm"), Norm(hidden=4096)),
     _norm("gated_norm_262144x128", 262144, ("fla.rms_norm_gated",), Norm(hidden=128, gate="sigmoid")),
+    _norm("layer_norm_16384x4096", 16384, ("torch.layer_norm",), Norm(hidden=4096, centred=True, bias=True, eps=1e-5)),
+    Benchmark(
+        name="rotary_8192_h40_d128",
+        spec=Rotary(heads=40, key_heads=1, head_dim=128, rotary_dim=128, keys=False),
+        tokens=8192,
+        peers=("torch.rotary", "torch.compile.rotary"),
+        tiny={"heads": 3, "head_dim": 16, "rotary_dim": 16},
+    ),
+    Benchmark(
+        name="head_norm_rotary_8192_h40_d128",
+        spec=Rotary(heads=40, key_heads=1, head_dim=128, rotary_dim=128, keys=False, norm=True),
+        tokens=8192,
+        peers=("torch.rotary", "torch.compile.rotary"),
+        tiny={"heads": 3, "head_dim": 16, "rotary_dim": 16},
+    ),
+    Benchmark(
+        name="routing_8192_k8_e256",
+        spec=Routing(experts=256, top_k=8, activation="sigmoid", bias=True, renormalise=True, dtype="float32"),
+        tokens=8192,
+        peers=("torch.routing", "torch.compile.routing"),
+        tiny={"experts": 16, "top_k": 3},
+    ),
     Benchmark(
         name="swiglu_65536x2304",
         spec=GatedActivation(width=2304),
@@ -113,6 +152,9 @@ BENCHMARKS: tuple[Benchmark, ...] = (
         peers=("transformers.hyper_connection", "torch.compile.hyper_connection"),
         tiny={"hidden": 24},
     ),
+    _loss("loss_8192x2304x163840", 8192, 2304, 163840, False),
+    _loss("loss_8192x2304x163840", 8192, 2304, 163840, True),
+    _loss("loss_8192x4096x154880", 8192, 4096, 154880, False),
     _experts("experts_e256_k8_d2304_i1024_t8192", 8192, 256, 8, 2304, 1024, False),
     _experts("experts_e256_k8_d2304_i1024_t8192", 8192, 256, 8, 2304, 1024, True),
     _experts("experts_e128_k8_d2048_i768_t16384", 16384, 128, 8, 2048, 768, False),
@@ -132,6 +174,8 @@ VARIANTS: dict[str, OperatorSpec] = {
     "norm, sigmoid gate": Norm(hidden=128, gate="sigmoid"),
     "norm, silu gate": Norm(hidden=128, gate="silu"),
     "norm, fused add": Norm(hidden=4096, residual=True),
+    "layer norm": Norm(hidden=4096, centred=True, bias=True),
+    "layer norm, fused add": Norm(hidden=4096, centred=True, residual=True),
     "silu gate": GatedActivation(width=9216),
     "gelu gate, halves": GatedActivation(width=1024, activation="gelu", layout="concatenated"),
     "gelu_tanh gate": GatedActivation(width=4096, activation="gelu_tanh"),
@@ -143,6 +187,30 @@ VARIANTS: dict[str, OperatorSpec] = {
     "hyper-connection": HyperConnection(hidden=4096),
     "hyper-connection, independent": HyperConnection(hidden=4096, rounds=0, post_factor=1.5, post_floor=1e-6),
     "hyper-connection, collapse": HyperConnection(hidden=4096, rounds=0, post=False),
+    "loss": Loss(hidden=2304, vocabulary=163840),
+    "loss, frozen": Loss(hidden=2304, vocabulary=163840, frozen=True),
+    "loss, capped": Loss(hidden=2304, vocabulary=256000, softcap=30.0),
+    "loss, everything": Loss(
+        hidden=2304, vocabulary=163840, bias=True, label_smoothing=0.1, z_loss=1e-4, logit_scale=0.25, reduction="sum"
+    ),
+    "loss by row": Loss(hidden=2304, vocabulary=163840, reduction="none"),
+    "loss of a vocabulary's shard": Loss(hidden=2304, vocabulary=20480, reduction="statistics", label_smoothing=0.1),
+    "rotary": Rotary(heads=32, key_heads=8, head_dim=128, rotary_dim=128),
+    "rotary, partial": Rotary(heads=16, key_heads=2, head_dim=256, rotary_dim=64),
+    "rotary, interleaved": Rotary(heads=32, key_heads=8, head_dim=128, rotary_dim=128, pairs="interleaved"),
+    "rotary, DeepSeek": Rotary(
+        heads=128, key_heads=1, head_dim=64, rotary_dim=64, pairs="interleaved", angles="pair", regrouped=True
+    ),
+    "rotary, multimodal": Rotary(heads=28, key_heads=4, head_dim=128, rotary_dim=128, temporal=16, height=24),
+    "rotary after a head norm": Rotary(heads=32, key_heads=4, head_dim=128, rotary_dim=128, norm=True),
+    "routing": Routing(experts=128, top_k=8, renormalise=True),
+    "routing, sigmoid": Routing(
+        experts=256, top_k=8, activation="sigmoid", bias=True, renormalise=True, scale=2.446, dtype="float32"
+    ),
+    "routing, groups": Routing(
+        experts=256, top_k=8, activation="sigmoid", bias=True, groups=8, top_groups=4, renormalise=True, dtype="float32"
+    ),
+    "routing, sqrt-softplus": Routing(experts=256, top_k=6, activation="sqrt_softplus", bias=True, dtype="float32"),
     "experts": Experts(experts=256, top_k=8, hidden=2304, intermediate=1024),
     "experts, gelu, interleaved": Experts(
         experts=64, top_k=4, hidden=1024, intermediate=512, activation="gelu", gate_up_layout="interleaved"

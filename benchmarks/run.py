@@ -117,8 +117,8 @@ def _measure(benchmark: Benchmark, device: torch.device, folder: Path, with_peer
     run = candidate.operator(benchmark.spec, folder)
     row["config"] = run.config(**tensors)
     with torch.no_grad():
-        shape = run(**tensors)[0].shape
-    upstream = torch.randn(shape, device=device).to(next(t.dtype for t in leaves))
+        first = run(**tensors)[0]
+    upstream = torch.randn(first.shape, device=device).to(first.dtype)
     found = [Contestant(CONTESTANT, lambda: run(**tensors)[0])]
     prepare(found[0], leaves, upstream)
     row["peers_absent"] = {}

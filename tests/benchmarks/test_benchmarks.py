@@ -32,6 +32,9 @@ def test_names_are_unique_and_peers_known() -> None:
         ("swiglu_65536x2304", 0.566),
         ("experts_e256_k8_d2304_i1024_t8192", 4.06),
         ("experts_e256_k8_d2304_i1024_t8192_frozen", 2.71),
+        # 2 N D V FLOP for each of three products, of two with a frozen weight
+        ("loss_8192x2304x163840", 27.1),
+        ("loss_8192x2304x163840_frozen", 18.06),
     ],
 )
 def test_floors_are_the_published_ones(name: str, milliseconds: float) -> None:
