@@ -16,6 +16,7 @@ from onboarding.stages.parse.understand.ledger import DEFINITION, DISTURBED, IDE
 from onboarding.stages.parse.understand.masks import Mask, bias_kind, read_mask
 from onboarding.stages.parse.understand.observe import Call, Observation
 from onboarding.stages.parse.understand.parts import Part
+from onboarding.stages.parse.understand.plain import live_error
 from onboarding.stages.parse.understand.semantics import ACTIVATIONS, attention
 
 GATE = 1e-3
@@ -38,10 +39,11 @@ def understand_attention(
     tokens, keys = q.shape[-2], k.shape[-2]
     mask = read_mask(call.inputs["mask"], tokens, keys)
     other = _twin_call(call, steps)
+    many = steps[0].ids.shape[0] if call.function is None else 1  # written attention has the batch among its heads
     role = MixerRole(
         kind=mask.kind,
-        query_heads=sizes.of(int(q.shape[1]), r"^(num_attention_heads|num_heads|n_heads?)$", r"head"),
-        key_heads=_key_heads(q, k, sizes),
+        query_heads=sizes.of(int(q.shape[1]) // many, r"^(num_attention_heads|num_heads|n_heads?)$", r"head"),
+        key_heads=_key_heads(int(q.shape[1]) // many, max(1, int(k.shape[1]) // many), sizes),
         head_dim=sizes.of(int(q.shape[-1]), r"head_dim|head_size|qk_"),
         value_dim=sizes.of(int(v.shape[-1]), r"v_head_dim|head_dim|head_size|value"),
         softcap=options.get("softcap"),
@@ -66,17 +68,18 @@ def understand_attention(
 
 def _twin_call(call: Call, steps: tuple[Observation, Observation]) -> Call | None:
     """The same call in the other step."""
+    if call.function is None:
+        return None
     place = [c for c in steps[0].calls if c.kind == "attention" and c.path == call.path].index(call)
     found = [c for c in steps[1].calls if c.kind == "attention" and c.path == call.path]
     return found[place] if place < len(found) else None
 
 
-def _key_heads(q: Tensor, k: Tensor, sizes: Sizes) -> int:
+def _key_heads(queries: int, keys: int, sizes: Sizes) -> int:
     """Published key heads: a twin with few heads may have made them all equal."""
-    customary = r"^(num_key_value_heads|num_kv_heads|n_kv_heads|multi_query_group_num)$"
-    found = sizes.of(int(k.shape[1]), customary)
-    if found == k.shape[1] and q.shape[1] == k.shape[1]:
-        return int(sizes.of(int(k.shape[1]), r"^(num_attention_heads|num_heads|n_heads?)$", r"head"))
+    found = sizes.of(keys, r"^(num_key_value_heads|num_kv_heads|n_kv_heads|n_head_kv|multi_query_group_num)$")
+    if found == keys and queries == keys:
+        return int(sizes.of(keys, r"^(num_attention_heads|num_heads|n_heads?)$", r"head"))
     return int(found)
 
 
@@ -105,6 +108,12 @@ def _prove_function(call: Call, mask: Mask, role: MixerRole, ledger: Ledger) -> 
     if role.softcap:
         fresh["q"] *= role.softcap / max(scale * q.shape[-1] ** 0.5, 1e-6)  # far enough that the cap bends the scores
     rows = _live_rows(mask, q)
+    if call.function is None:
+        error = live_error(call, lambda t: _defined(t, mask, role, scale, None))
+        ledger.claim(
+            "mixer", attention_words(role), "values and gradients of one step against the definition", error, CLOSE
+        )
+        return
     best: tuple[float, dict[str, Any]] = (float("inf"), {})
     failure = ""
     for extra in _extras(call):

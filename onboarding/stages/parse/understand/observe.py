@@ -23,7 +23,10 @@ BATCH, TOKENS = 2, 72
 """Two sequences, longer than four of the twin's windows and no multiple of its chunks."""
 _LINEAR = F.linear
 _CHOICES = {torch.topk, Tensor.topk}
-_PRODUCTS = {torch.matmul, Tensor.matmul, torch.einsum, torch.bmm, Tensor.bmm, Tensor.__matmul__}
+_PRODUCTS = {
+    torch.matmul, Tensor.matmul, torch.einsum, torch.bmm, Tensor.bmm, Tensor.__matmul__, torch.baddbmm, Tensor.baddbmm,
+}  # fmt: skip
+_SOFTMAX = {F.softmax, torch.softmax, Tensor.softmax}
 
 
 @dataclass(eq=False)
@@ -31,7 +34,7 @@ class Call:
     """Something that ran: a module, a marked function, an attention function, a linear layer, a choice of the best."""
 
     kind: str
-    """``module``, ``function``, ``attention``, ``linear``, ``topk`` or ``product``."""
+    """``module``, ``function``, ``attention``, ``linear``, ``topk``, ``product`` or ``softmax``."""
     path: str
     """Name of the module that ran, or in whose forward it ran."""
     name: str
@@ -118,7 +121,9 @@ class _Recorder(TorchFunctionMode):
         elif func in _CHOICES:
             call = self.add("topk", "topk", {"scores": args[0], "k": args[1] if len(args) > 1 else kwargs.get("k")})
         elif func in _PRODUCTS:
-            call = self.add("product", getattr(func, "__name__", "matmul"), {"args": args})
+            call = self.add("product", getattr(func, "__name__", "matmul"), {"args": (*args, *kwargs.values())})
+        elif func in _SOFTMAX:
+            call = self.add("softmax", "softmax", {"x": args[0] if args else kwargs["input"]})
         else:
             return func(*args, **kwargs)
         call.output = func(*args, **kwargs)

@@ -25,6 +25,8 @@ class Part:
     role: str
     """``norm``, ``mixer``, ``feed-forward`` or ``other``."""
     moves: Reach | None = None
+    delta: Tensor | None = None
+    """What it adds, where it adds it to the stream itself."""
 
     @property
     def module(self) -> Any:
@@ -38,8 +40,8 @@ class Part:
 
     @property
     def output(self) -> Tensor:
-        """The hidden states that it gives back."""
-        return self.call.results()[0]
+        """The hidden states that it gives back, without a stream that it added them to."""
+        return self.call.results()[0] if self.delta is None else self.delta
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,4 +184,15 @@ def _part(observation: Observation, call: Call) -> Part:
         role = "feed-forward"
     else:
         role = "other"
-    return Part(call.path, call, role, moves)
+    return Part(call.path, call, role, moves, _delta(observation, call))
+
+
+def _delta(observation: Observation, call: Call) -> Tensor | None:
+    """The last projection's output, where the module adds it to another of its arguments and gives back the sum."""
+    y = call.results()[0]
+    streams = [t for t in call.tensors() if t.shape == y.shape and t.is_floating_point()]
+    for linear in reversed(observation.inside(call.path, "linear")):
+        made = linear.output
+        if made.numel() == y.numel():
+            return next((made for t in streams if same(made.reshape(y.shape) + t, y)), None)
+    return None

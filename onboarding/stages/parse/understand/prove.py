@@ -30,6 +30,7 @@ from onboarding.stages.parse.understand.norms import prove_norm_form, understand
 from onboarding.stages.parse.understand.novel import keep_subgraph
 from onboarding.stages.parse.understand.observe import Call, Observation, observe
 from onboarding.stages.parse.understand.parts import LayerView, Part, view_layer
+from onboarding.stages.parse.understand.plain import written_attention
 from onboarding.stages.parse.understand.positions import SHIFT, understand_positions
 from onboarding.stages.parse.understand.recurrences import prove_causal, understand_convolution, understand_recurrence
 from onboarding.stages.parse.understand.residuals import understand_residual
@@ -231,11 +232,14 @@ def _mixer(
     part: Part, steps: tuple[Observation, Observation], shifted: Observation | None, ledger: Ledger, sizes: Sizes
 ) -> list[MixerRole]:
     found: list[MixerRole] = []
-    for place, call in enumerate(steps[0].inside(part.path, "attention")):
+    calls = _attention(part, steps[0])
+    others = _attention(part, shifted) if shifted is not None else []
+    for place, call in enumerate(calls):
         role = understand_attention(part, call, steps, ledger, sizes)
-        understand_positions(call, _same_call(shifted, call, place, part), role, steps[0].model, ledger, sizes)
+        moved = others[place] if place < len(others) else None
+        understand_positions(call, moved, role, steps[0].model, ledger, sizes)
         found.append(role)
-    states = understand_recurrence(part, steps[0], ledger, sizes)
+    states = understand_recurrence(part, steps[0], ledger, sizes, attended=bool(found))
     if states:
         prove_causal(part, ledger)
     found += states
@@ -249,11 +253,8 @@ def _mixer(
     return found
 
 
-def _same_call(shifted: Observation | None, call: Call, place: int, part: Part) -> Call | None:
-    if shifted is None:
-        return None
-    calls = shifted.inside(part.path, "attention")
-    return calls[place] if place < len(calls) else None
+def _attention(part: Part, step: Observation) -> list[Call]:
+    return step.inside(part.path, "attention") or written_attention(part, step)
 
 
 def _leftovers(view: LayerView, ledger: Ledger) -> None:

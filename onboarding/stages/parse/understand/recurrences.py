@@ -27,7 +27,9 @@ from onboarding.stages.parse.understand.semantics import (
 _SHORT = {"query": "q", "key": "k", "value": "v"}
 
 
-def understand_recurrence(part: Part, step: Observation, ledger: Ledger, sizes: Sizes) -> list[MixerRole]:
+def understand_recurrence(
+    part: Part, step: Observation, ledger: Ledger, sizes: Sizes, attended: bool
+) -> list[MixerRole]:
     """The roles of a mixer that ran no softmax attention, or those that it has beside one."""
     roles: list[MixerRole] = []
     for call in step.inside(part.path, "function"):
@@ -37,7 +39,7 @@ def understand_recurrence(part: Part, step: Observation, ledger: Ledger, sizes: 
     width = convolution_width(part)
     for role in roles:
         role.convolution = width
-    if not roles and not step.inside(part.path, "attention"):
+    if not roles and not attended:
         roles += [role for recognise in (_lightning, _rg_lru) if (role := recognise(part, step, ledger, sizes))][:1]
     return roles
 
