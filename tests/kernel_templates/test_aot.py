@@ -25,10 +25,22 @@ FAST = [
     ("gated_activation", {"width": 2880, "layout": "interleaved", "limit": 7.0, "alpha": 1.702, "up_offset": 1.0}),
     ("short_convolution", {"channels": 12288}),
     ("hyper_connection", {"hidden": 4096}),
+    ("norm", {"hidden": 4096, "centred": True, "bias": True}),
+    ("linear_cross_entropy", {"hidden": 2304, "vocabulary": 163840}),
+    ("rotary", {"heads": 32, "key_heads": 4, "head_dim": 128, "rotary_dim": 128, "norm": True}),
+    ("routing", {"experts": 256, "top_k": 8, "activation": "sigmoid", "bias": True, "renormalise": True}),
     ("moe", {"experts": 256, "top_k": 8, "hidden": 2304, "intermediate": 1024}),
     ("linear_attention", {"key_heads": 32, "value_heads": 32, "key_dim": 128, "value_dim": 128}),
 ]
 SLOW = [
+    ("linear_cross_entropy", {"hidden": 2304, "vocabulary": 163840, "frozen": True, "softcap": 30.0}),
+    ("linear_cross_entropy", {"hidden": 2304, "vocabulary": 20480, "reduction": "statistics", "label_smoothing": 0.1}),
+    ("linear_cross_entropy", {"hidden": 512, "vocabulary": 32000, "dtype": "float32", "bias": True}),
+    ("rotary", {"heads": 128, "key_heads": 1, "head_dim": 64, "rotary_dim": 64, "pairs": "interleaved",
+                "angles": "pair", "regrouped": True}),
+    ("rotary", {"heads": 16, "key_heads": 2, "head_dim": 256, "rotary_dim": 64, "norm": True, "offset": True}),
+    ("routing", {"experts": 896, "top_k": 16, "activation": "sqrt_softplus", "bias": True}),
+    ("routing", {"experts": 256, "top_k": 8, "activation": "sigmoid", "bias": True, "groups": 8, "top_groups": 4}),
     ("norm", {"hidden": 16384, "offset": True, "gate": "silu"}),
     ("gated_activation", {"width": 9216, "activation": "gelu", "layout": "concatenated"}),
     ("short_convolution", {"channels": 6144, "bias": True, "states": True}),
@@ -90,6 +102,13 @@ def test_elementwise_kernels_do_not_spill(reports):
     elementwise = [r for r in reports if r.label.startswith(("RMSNorm", "silu gate"))]
     assert len(elementwise) >= 8
     assert [r.kernel for r in elementwise if r.spill_bytes] == []
+
+
+def test_loss_rotary_and_routing_do_not_spill(reports):
+    """Products of 128 x 256 with an fp32 sum of sums, heads with their norms, rows of 256 scores."""
+    mine = [r for r in reports if r.label.startswith(("linear", "rotary", "sigmoid routing", "LayerNorm"))]
+    assert {"_logits_kernel", "_product_kernel", "_merge_kernel", "_finish_kernel"} <= {r.kernel for r in mine}
+    assert [(r.label, r.kernel) for r in mine if r.spill_bytes] == []
 
 
 def test_what_does_not_compile_is_reported(reports):
