@@ -48,13 +48,13 @@ def prove_routing(module: nn.Module, hidden: int, dtype: str) -> ProvenRouter | 
     try:
         found = _Router(module, hidden, experts, attributes)
         top_k, returns = found.layout()
+        in_fp32 = found.logits_in_fp32(dtype)
     except Exception:  # called in another way, or no choice of experts comes out
         return None
     attributes["returns"] = returns
     facts = vars(module)
     groups = next((facts[n] for n in _GROUPS if isinstance(facts.get(n), int)), 1)
     top_groups = next((facts[n] for n in _TOP_GROUPS if isinstance(facts.get(n), int)), 1)
-    in_fp32 = found.logits_in_fp32(dtype)
     for activation, group_score in product(ACTIVATIONS, GROUP_SCORES if groups > 1 else GROUP_SCORES[:1]):
         weights = found.weights_of(activation, top_k)
         if weights is None:
