@@ -13,7 +13,7 @@ from api import errors
 from api.auth import ensure_first_key, sign_in_url
 from api.deps import Services
 from api.metrics import Measure, Metrics
-from api.routes import artifacts, assets, jobs, pages, sign_in, streams, system
+from api.routes import agents, artifacts, assets, jobs, pages, sign_in, streams, system
 from api.security import Guard, allowed_hosts
 from api.tail import Tailers
 from onboarding.artifacts import ArtifactStore
@@ -68,6 +68,6 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     )
     app.state.services = services
     errors.install(app)
-    for module in (jobs, streams, artifacts, system, sign_in, pages, assets):
+    for module in (jobs, agents, streams, artifacts, system, sign_in, pages, assets):
         app.include_router(module.router)
     return app

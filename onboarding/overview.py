@@ -30,8 +30,8 @@ class StageRow(Record):
     stage: str
     verb: str
     per_operator: bool
-    state: Literal["waiting"] | StepState
-    """``waiting``: not reached yet. ``skipped`` also when there was no operator to work on."""
+    state: Literal["approval"] | StepState
+    """``waiting``: not reached. ``approval``: it waits for a person. ``skipped`` also without operators to work on."""
     started_at: datetime | None = None
     finished_at: datetime | None = None
     attempt: int = 0
@@ -99,12 +99,14 @@ def _share(data: Mapping[str, Any] | None) -> float | None:
     return min(max(float(data["done"]) / float(data["total"]), 0.0), 1.0)
 
 
-def _state(states: set[str], *, complete: bool) -> StepState:
+def _state(states: set[str], *, complete: bool) -> Literal["approval"] | StepState:
     if "running" in states:
         return "running"
     for final in ("failed", "cancelled"):
         if final in states:
             return final
+    if "waiting" in states:
+        return "approval"
     if "ready" in states:
         return "ready" if states == {"ready"} else "running"
     if not complete:

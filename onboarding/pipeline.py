@@ -18,7 +18,7 @@ Queue = Literal["cpu", "gpu", "multi"]
 QUEUES: tuple[Queue, ...] = ("cpu", "gpu", "multi")
 Device = Literal["auto", "cpu", "cuda"]
 JobState = Literal["queued", "running", "succeeded", "failed", "cancelled"]
-StepState = Literal["ready", "running", "succeeded", "skipped", "failed", "cancelled"]
+StepState = Literal["waiting", "ready", "running", "succeeded", "skipped", "failed", "cancelled"]
 FINAL_JOB_STATES = frozenset({"succeeded", "failed", "cancelled"})
 FINAL_STEP_STATES = frozenset({"succeeded", "skipped", "failed", "cancelled"})
 

@@ -5,10 +5,10 @@ It is called in the transaction that records a step's end, so the same history a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from onboarding.pipeline import (
     EDGES,
@@ -51,6 +51,8 @@ class NewStep:
     attempt: int
     queue: Queue
     input: dict[str, Any] = field(default_factory=dict)
+    state: Literal["ready", "waiting"] = "ready"
+    """``waiting``: nobody runs it until a person approves it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +68,14 @@ class Plan:
     """The job is ending: cancel the steps that have not started. Running ones end by themselves."""
 
 
-def plan(job_state: str, steps: Sequence[StepView], device: str, *, cancelling: bool = False) -> Plan:
+def plan(
+    job_state: str,
+    steps: Sequence[StepView],
+    device: str,
+    *,
+    cancelling: bool = False,
+    approve: Collection[str] = (),
+) -> Plan:
     """Say which steps a job needs next and whether it has ended.
 
     Args:
@@ -74,6 +83,7 @@ def plan(job_state: str, steps: Sequence[StepView], device: str, *, cancelling: 
         steps: all steps of the job, in the order in which they were made.
         device: the job's device option; ``cuda`` sends GPU stages to the ``gpu`` queue.
         cancelling: a user asked to cancel the job.
+        approve: stages whose first attempt waits for a person's approval.
     """
     if job_state in FINAL_JOB_STATES:
         return Plan()
@@ -87,7 +97,7 @@ def plan(job_state: str, steps: Sequence[StepView], device: str, *, cancelling: 
         problem = {**(failed.problem or {}), "stage": failed.stage, "key": failed.key, "attempt": failed.attempt}
         return Plan(job_outcome="failed", problem=problem, drop_ready=True)
 
-    history = _History(steps, device)
+    history = _History(steps, device, approve)
     floor = -1
     for per_operator, group in groupby(STAGES, key=lambda stage: stage.per_operator):
         stages = tuple(group)
@@ -116,8 +126,9 @@ class _Path:
 class _History:
     """A job's steps, with their order."""
 
-    def __init__(self, steps: Sequence[StepView], device: str) -> None:
+    def __init__(self, steps: Sequence[StepView], device: str, approve: Collection[str] = ()) -> None:
         self.steps = steps
+        self.approve = approve
         self.device = device
         self.position = {(step.stage, step.key): index for index, step in enumerate(steps)}
 
@@ -165,7 +176,14 @@ class _History:
         """The next attempt of a stage for a key."""
         attempts = [step.attempt for step in self.steps if step.stage == stage.name and step.key == key]
         queue: Queue = "gpu" if stage.uses_gpu and self.device == "cuda" else "cpu"
-        return NewStep(stage=stage.name, key=key, attempt=max(attempts, default=0) + 1, queue=queue, input=carried)
+        return NewStep(
+            stage=stage.name,
+            key=key,
+            attempt=max(attempts, default=0) + 1,
+            queue=queue,
+            input=carried,
+            state="waiting" if stage.name in self.approve and not attempts else "ready",
+        )
 
 
 def outcome_of(step: StepView) -> str:

@@ -8,10 +8,12 @@ from typing import TypeVar
 
 from pydantic import ValidationError
 
+from api.agents import AgentView, Chapter, agent_view, story
 from api.dashboard.formats import STATE_WORDS
 from api.views import JobDetail, job_detail, newest_attempts
+from onboarding.artifacts import ArtifactStore
 from onboarding.context import StageResult
-from onboarding.records import Artifact, Job, Step
+from onboarding.records import Artifact, Job, LedgerEntry, Step
 from onboarding.stages.align.result import AlignResult, Curves
 from onboarding.stages.gaps.result import GapsResult, OperatorRow
 from onboarding.stages.generate.result import GenerateResult
@@ -56,8 +58,9 @@ class Kernel:
 class JobFacts:
     """A job with its typed results."""
 
-    def __init__(self, store: Store, job: Job) -> None:
+    def __init__(self, store: Store, job: Job, artifact_store: ArtifactStore | None = None) -> None:
         self.store = store
+        self.artifact_store = artifact_store
         self.job = job
         self.steps = store.steps(job.id)
         self._newest = {(step.stage, step.key): step for step in newest_attempts(self.steps)}
@@ -101,6 +104,27 @@ class JobFacts:
     def package(self) -> PackageResult | None:
         """The bundle."""
         return self.result("package", PackageResult)
+
+    @cached_property
+    def ledger(self) -> list[LedgerEntry]:
+        """What the job's agents spent."""
+        return self.store.ledger(self.job.id)
+
+    @cached_property
+    def agent(self) -> AgentView:
+        """Sums, entries, and what waits for a person."""
+        return agent_view(self.ledger, self.steps)
+
+    @cached_property
+    def story(self) -> dict[str, list[Chapter]]:
+        """The ledger as a story, by operator."""
+        assert self.artifact_store is not None
+        return story(self.ledger, self.artifact_store)
+
+    def words_of(self, key: str) -> str:
+        """An operator in words; empty for the whole job."""
+        kernel = self.kernel(key) if key else None
+        return kernel.words if kernel else key[:12]
 
     @cached_property
     def artifacts(self) -> list[Artifact]:

@@ -7,6 +7,7 @@ from datetime import datetime
 
 STATE_WORDS = {
     "waiting": "waiting",
+    "approval": "waits for approval",
     "queued": "queued",
     "ready": "queued",
     "running": "running",

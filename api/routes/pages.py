@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Form, Path, Query, Request
 from fastapi.responses import HTMLResponse, RedirectResponse, Response
 
+from api.agents import Decision
 from api.dashboard.facts import JobFacts, Kernel
 from api.dashboard.gantt import gantt
 from api.dashboard.pictures import PICTURES
@@ -16,8 +17,10 @@ from api.definitions import prepare
 from api.deps import OwnedJob, Owner, Services, ServicesDep
 from api.errors import not_found
 from api.logs import LogChunk, read_chunk
+from api.routes import agents as agent_routes
 from api.routes import jobs as job_routes
-from api.views import job_view
+from api.views import JobView, job_view
+from onboarding.comparison import compare
 from onboarding.examples import example_files, example_names
 from onboarding.pipeline import PROFILES, STAGES, JobOptions
 from onboarding.store import log_path
@@ -31,11 +34,13 @@ TABS = {
     "kernels": "Kernels",
     "numerics": "Numerics",
     "training": "Training",
+    "agent": "Agent",
     "artifacts": "Artifacts",
 }
-Tab = Literal["model", "gaps", "kernels", "numerics", "training", "artifacts"]
+Tab = Literal["model", "gaps", "kernels", "numerics", "training", "agent", "artifacts"]
 Digest = Annotated[str, Path(pattern="^[0-9a-f]{8,64}$")]
 SIDEBAR_JOBS = 50
+COMPARED = 12
 LOG_TAIL = -48 * 1024
 
 
@@ -126,7 +131,7 @@ def job_page(
     key: Annotated[str | None, Query(max_length=64)] = None,
 ) -> HTMLResponse:
     """One job."""
-    facts = JobFacts(services.store, job)
+    facts = JobFacts(services.store, job, services.artifacts)
     shown = chosen_stage(facts, stage)
     context = {
         **sidebar(services, owner),
@@ -136,9 +141,17 @@ def job_page(
         "tabs": TABS,
         "tab": tab or default_tab(facts),
         "chosen": stage,
+        "others": others(services, owner, job.id),
         "log": log_of(services, facts, shown, key),
     }
     return page(request, "job.html", context)
+
+
+def others(services: Services, owner: str, job_id: str) -> list[JobView]:
+    """The newest jobs of other models that an architecture can be compared with: those past parsing."""
+    jobs = [job for job in services.store.list_jobs(owner, limit=SIDEBAR_JOBS).jobs if job.id != job_id]
+    parsed = [job for job in jobs if services.store.load_result(job.id, "parse", "") is not None]
+    return [job_view(job) for job in parsed[:COMPARED]]
 
 
 @router.get("/jobs/{job_id}/kernels/{digest}")
@@ -152,10 +165,36 @@ def kernel_page(request: Request, job: OwnedJob, digest: Digest, owner: Owner, s
     return page(request, "kernel.html", context)
 
 
+@router.get("/jobs/{job_id}/compare")
+def compare_page(
+    request: Request,
+    job: OwnedJob,
+    owner: Owner,
+    services: ServicesDep,
+    other: Annotated[str, Query(alias="with", pattern="^[0-9A-Z]{26}$")],
+) -> HTMLResponse:
+    """What is new in this job's architecture against another one's."""
+    base = services.store.get_job(other, owner)
+    if base is None:
+        raise not_found("job")
+    facts, against = JobFacts(services.store, job), JobFacts(services.store, base)
+    if facts.parse is None or against.parse is None:
+        raise not_found("architecture")
+    context = {
+        **sidebar(services, owner),
+        "job": facts.detail,
+        "other": against.detail,
+        "a": facts.parse.architecture,
+        "b": against.parse.architecture,
+        "comparison": compare(against.parse.architecture, facts.parse.architecture),
+    }
+    return page(request, "compare.html", context)
+
+
 def sources(services: Services, kernel: Kernel) -> dict[str, Any]:
     """The candidate's source and its template's, highlighted."""
     if kernel.generate is None:
-        return {"source": None, "template": None}
+        return {"source": None, "text": None, "template": None}
     try:
         text = services.artifacts.get(kernel.generate.candidate.digest).decode("utf-8", "replace")
     except (FileNotFoundError, ValueError):
@@ -163,6 +202,7 @@ def sources(services: Services, kernel: Kernel) -> dict[str, Any]:
     template = template_source(kernel.generate.template)
     return {
         "source": None if text is None else python_html(text),
+        "text": text,
         "template": None if template is None else python_html(template),
     }
 
@@ -176,6 +216,33 @@ def picture(job: OwnedJob, name: str, services: ServicesDep) -> Response:
         raise not_found("picture")
     headers = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; sandbox"}
     return Response(svg, media_type="image/svg+xml", headers={**headers, "Cache-Control": "no-cache"})
+
+
+@router.post("/jobs/{job_id}/approvals")
+def approve(
+    job: OwnedJob,
+    owner: Owner,
+    services: ServicesDep,
+    stage: Annotated[str, Form(max_length=32)],
+    decision: Annotated[Literal["approve", "decline"], Form()],
+    key: Annotated[str, Form(max_length=64)] = "",
+) -> RedirectResponse:
+    """The approval buttons."""
+    agent_routes.decided(services, job, Decision(stage=stage, key=key, approve=decision == "approve"), owner)
+    return RedirectResponse(f"/jobs/{job.id}?tab=agent", 303)
+
+
+@router.post("/jobs/{job_id}/kernels/{digest}/candidate")
+def resubmit(
+    job: OwnedJob,
+    digest: Digest,
+    owner: Owner,
+    services: ServicesDep,
+    source: Annotated[str, Form(max_length=256 * 1024)],
+) -> RedirectResponse:
+    """The edited candidate of a kernel's page."""
+    agent_routes.resubmitted(services, job, digest, source, owner)
+    return RedirectResponse(f"/jobs/{job.id}?tab=kernels", 303)
 
 
 @router.post("/jobs/{job_id}/cancel")

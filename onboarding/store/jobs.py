@@ -8,7 +8,7 @@ from sqlalchemy import insert, select, update
 from sqlalchemy.orm import Session
 from ulid import ULID
 
-from onboarding.pipeline import FINAL_JOB_STATES, JobOptions
+from onboarding.pipeline import FINAL_JOB_STATES, FINAL_STEP_STATES, JobOptions
 from onboarding.planner import NewStep, plan
 from onboarding.problem import Problem
 from onboarding.records import Job, Step, utcnow
@@ -160,6 +160,57 @@ class JobStore(Database):
             self._advance(session, job_id)
             return self._job(session, job_id)
 
+    def decide(self, job_id: str, stage: str, key: str, *, approve: bool, by: str) -> Job:
+        """Let a step that waits for approval run, or skip it: torch keeps serving its operator.
+
+        Raises:
+            LookupError: no such job.
+            Problem: ``nothing-waits`` (409): no such step waits.
+        """
+        with self.writing() as session:
+            self._locked(session, job_id)
+            waiting = (STEP.c.job_id == job_id) & (STEP.c.stage == stage) & (STEP.c.key == key)
+            now = self.now(session)
+            declined = {"outcome": "skipped", "summary": f"declined by {by}"}
+            values = {"state": "ready"} if approve else {"state": "skipped", "result": declined, "finished_at": now}
+            done = session.execute(update(STEP).where(waiting, STEP.c.state == "waiting").values(**values))
+            if done.rowcount != 1:  # type: ignore[attr-defined]  # the result of an UPDATE has it
+                raise Problem("nothing-waits", f"no {stage} step waits for approval here", status=409)
+            data = {"state": values["state"], "by": by}
+            self.append(session, job_id, [NewEvent(kind="step", stage=stage, key=key, data=data)])
+            self._advance(session, job_id)
+            return self._job(session, job_id)
+
+    def resubmit(self, job_id: str, key: str, candidate: str, *, parent: str, by: str) -> Job:
+        """Have an operator's candidate that a person edited checked and judged like any other, and go on from there.
+
+        Args:
+            candidate: digest of the edited source's artifact.
+            parent: digest of the candidate that it was made from.
+
+        Raises:
+            LookupError: no such job, or no such operator in it.
+            Problem: ``job-busy`` (409): the operator, or a stage after it, is being worked on.
+        """
+        with self.writing() as session:
+            job = self._locked(session, job_id)
+            steps = self._steps(session, job_id)
+            mine = [step for step in steps if step.stage == "generate" and step.key == key]
+            if not mine:
+                raise LookupError(f"no operator {key}")
+            busy = [step for step in steps if step.state not in FINAL_STEP_STATES and step.key in ("", key)]
+            if busy or job.cancel_requested:
+                raise Problem("job-busy", "the job is working on this operator or on what follows", status=409)
+            values = {"state": "running", "problem": None, "finished_at": None}
+            session.execute(update(JOB).where(JOB.c.id == job_id).values(**values))
+            data = {"state": "running", "resubmitted": key, "by": by}
+            self.append(session, job_id, [NewEvent(kind="job", data=data)])
+            carried = {"candidate": candidate, "parent": parent}
+            attempt = max(step.attempt for step in mine) + 1
+            self._add(session, job_id, NewStep(stage="generate", key=key, attempt=attempt, queue="cpu", input=carried))
+            self._advance(session, job_id)
+            return self._job(session, job_id)
+
     # What follows runs inside a transaction that holds the job's lock.
 
     def _locked(self, session: Session, job_id: str) -> Job:
@@ -181,7 +232,13 @@ class JobStore(Database):
     def _advance(self, session: Session, job_id: str) -> list[Step]:
         """Ask the planner, carry out its plan, and return the steps it added."""
         job = self._job(session, job_id)
-        decision = plan(job.state, self._steps(session, job_id), job.options["device"], cancelling=job.cancel_requested)
+        decision = plan(
+            job.state,
+            self._steps(session, job_id),
+            job.options["device"],
+            cancelling=job.cancel_requested,
+            approve=job.options.get("approve", ()),
+        )
         if decision.drop_ready:
             self._cancel_ready(session, job_id)
         added = [self._add(session, job_id, new) for new in decision.new_steps]
@@ -201,20 +258,20 @@ class JobStore(Database):
                 attempt=new.attempt,
                 queue=new.queue,
                 input=new.input,
-                state="ready",
+                state=new.state,
                 takeovers=0,
                 created_at=self.now(session),
             )
             .returning(STEP.c.id)
         ).scalar_one()
-        data = {"state": "ready", "attempt": new.attempt}
+        data = {"state": new.state, "attempt": new.attempt}
         self.append(session, job_id, [NewEvent(kind="step", stage=new.stage, key=new.key, data=data)])
         return session.get_one(Step, step_id)
 
     def _cancel_ready(self, session: Session, job_id: str) -> None:
         rows = session.execute(
             update(STEP)
-            .where(STEP.c.job_id == job_id, STEP.c.state == "ready")
+            .where(STEP.c.job_id == job_id, STEP.c.state.in_(("ready", "waiting")))
             .values(state="cancelled", finished_at=self.now(session))
             .returning(STEP.c.stage, STEP.c.key, STEP.c.attempt)
         ).all()

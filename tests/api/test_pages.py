@@ -17,7 +17,7 @@ from onboarding.pipeline import STAGES
 from onboarding.records import Job, Step
 from tests.api.story import DIGESTS, HOSTILE, Story
 
-TABS = ("model", "gaps", "kernels", "numerics", "training", "artifacts")
+TABS = ("model", "gaps", "kernels", "numerics", "training", "agent", "artifacts")
 
 
 class Checker(HTMLParser):
@@ -113,7 +113,7 @@ def test_the_form_submits_an_example(client: TestClient) -> None:
     assert "kimi-linear" in read(client, answer.headers["location"])
 
 
-@pytest.mark.parametrize("name", ["loss", "layers", "shares"])
+@pytest.mark.parametrize("name", ["loss", "layers", "shares", "roofline"])
 def test_pictures(client: TestClient, story: Callable[..., Story], name: str) -> None:
     new, done = story(), story().tell()
     assert client.get(f"/jobs/{new.id}/pictures/{name}.svg").status_code == 404
@@ -121,6 +121,37 @@ def test_pictures(client: TestClient, story: Callable[..., Story], name: str) ->
     assert answer.headers["content-type"] == "image/svg+xml"
     assert answer.text.startswith("<svg")
     assert "script" not in answer.headers["content-security-policy"]
+
+
+def test_the_model_tab_shows_blocks_and_weights(client: TestClient, story: Callable[..., Story]) -> None:
+    text = read(client, f"/jobs/{story().tell().id}?tab=model")
+    assert "2 kinds of blocks" in text
+    assert "7 of 8 tensors of the model are filled" in text
+    assert "1 TiB" in text
+    assert "Nothing fills <code>model.norm.weight</code>" in text
+    assert "came back bit for bit" in text
+    assert "Compare" not in text, "there is no other job yet"
+
+
+def test_the_gaps_tab_says_who_serves_and_what_bounds(client: TestClient, story: Callable[..., Story]) -> None:
+    text = read(client, f"/jobs/{story().tell().id}?tab=gaps")
+    assert "Who serves the step" in text
+    assert "transformers eager" in text
+    assert ">compute<" in text
+    assert "/pictures/roofline.svg" in text
+
+
+def test_two_architectures_are_compared(client: TestClient, story: Callable[..., Story]) -> None:
+    one, other = story().tell(), story().tell()
+    address = f"/jobs/{one.id}/compare?with={other.id}"
+    assert f"/jobs/{one.id}/compare" in read(client, f"/jobs/{one.id}?tab=model")
+    text = read(client, address)
+    assert "0 things new or changed; 100 % of all features shared" in text
+    assert "mixer: KDA" in text
+    for wrong in ("0" * 26, "x", one.id.lower()):
+        assert client.get(f"/jobs/{one.id}/compare", params={"with": wrong}).status_code in (404, 422)
+    assert client.get(f"/jobs/{one.id}/compare").status_code == 422
+    assert client.get(f"/jobs/{one.id}/compare", params={"with": story().id}).status_code == 404
 
 
 def test_the_live_curve_before_the_result(client: TestClient, story: Callable[..., Story]) -> None:

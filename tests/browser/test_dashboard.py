@@ -148,7 +148,16 @@ def test_every_tab_and_kernel_page(site: Site) -> None:
     page = site.page()
     site.open(page, f"/jobs/{story.id}")
     for number, words in enumerate(
-        ["49.1 B", "without a fast provider", "accepted", "Layer by layer", "inside the band", "report.html"], start=1
+        [
+            "49.1 B",
+            "without a fast provider",
+            "accepted",
+            "Layer by layer",
+            "inside the band",
+            "No language model took part",
+            "report.html",
+        ],
+        start=1,
     ):
         page.keyboard.press(str(number))
         expect(page.locator("#panel")).to_contain_text(words)
@@ -215,7 +224,7 @@ def test_no_width_scrolls_sideways(site: Site) -> None:
     page = site.page()
     paths = ["/", "/docs", f"/jobs/{story.id}/kernels/{next(iter(DIGESTS.values()))}"]
     paths += [
-        f"/jobs/{story.id}?tab={tab}" for tab in ("model", "gaps", "kernels", "numerics", "training", "artifacts")
+        f"/jobs/{story.id}?tab={tab}" for tab in ("model", "gaps", "kernels", "numerics", "training", "agent", "artifacts")
     ]
     for path in paths:
         site.open(page, path)
