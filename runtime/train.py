@@ -67,8 +67,6 @@ def run(config: RunConfig, voice: Voice, *, dry_run: bool = False) -> int:
     world = World.from_environment(config.device)
     if config.step.deterministic:
         be_deterministic()
-    if world.device == "cpu":
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
     checked = check(config, world)
     output = Path(config.output)
     saved = folder.steps(output / "checkpoints")

@@ -1,8 +1,8 @@
 """Safetensors into a model that is already sharded: one parameter's sources at a time, every parameter proven loaded.
 
 Names are matched by transformers' own conversion rules (experts stored one by one become one tensor, old names become
-new ones). A rank reads what a parameter is made of, keeps its own slice and drops the rest, so that host memory holds
-one parameter at a time and never the model.
+new ones). A rank reads its own slice of a parameter, and of experts stored one by one only its own, so that host memory
+holds one parameter at a time and never the model.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from runtime.parallel.placement import local_part, local_tensor
 from runtime.refusal import Refused
 
 SCALES = ("_scale_inv", "_scale")
@@ -70,6 +70,15 @@ class Shards:
             raise Refused("weights-quantised", f"{name} holds {value.dtype} blocks of an unknown format", advice)
         return value
 
+    def read_part(self, name: str, part: tuple[slice, ...]) -> Tensor:
+        """One part of a tensor; nothing else is read from the file where the format allows it."""
+        if not part or any(name + s in self._where for s in SCALES):
+            return self.read(name)[part]
+        if any(s.start == s.stop for s in part):
+            return torch.empty([s.stop - s.start for s in part])
+        value: Tensor = self._where[name].get_slice(name)[part]
+        return value
+
     def _is_scale(self, name: str) -> bool:
         return any(name.endswith(s) and name.removesuffix(s) in self._where for s in SCALES)
 
@@ -91,6 +100,10 @@ class Values:
     def read(self, name: str) -> Tensor:
         """One tensor."""
         return self._tensors[name]
+
+    def read_part(self, name: str, part: tuple[slice, ...]) -> Tensor:
+        """One part of a tensor."""
+        return self._tensors[name][part]
 
 
 @dataclass(kw_only=True)
@@ -170,41 +183,37 @@ def load(model: nn.Module, source: Shards | Values, plan: LoadPlan, *, own: Sequ
     places: dict[str, Tensor] = {**dict(model.named_parameters(remove_duplicate=False)), **_stored_buffers(model)}
     filled: set[int] = set()
     for target, piece in plan.pieces.items():
-        for name, value in _convert(model, target, piece, source):
+        for name, value, part in _pieces(model, target, piece, source, places):
             if name not in places:
                 detail = f"{name} comes out of {piece.sources[0][1]}, and the model has no such parameter"
                 raise Refused("weights-incomplete", "the weights do not fit the model", detail)
-            copy_into(places[name], value, name)
+            copy_into(places[name], value, part, name)
             filled.add(id(places[name]))
     empty = [n for n, t in places.items() if id(t) not in filled and not any(part in n for part in own)]
     if empty:
         raise _incomplete(empty)
 
 
-def copy_into(place: Tensor, value: Tensor, name: str) -> None:
-    """Copy this rank's slice of ``value`` (whole, on the CPU) into ``place``, which may be a DTensor.
+def copy_into(place: Tensor, value: Tensor, part: tuple[slice, ...], name: str) -> None:
+    """Copy this rank's share into ``place``, which may be a DTensor.
+
+    Args:
+        place: a parameter or buffer.
+        value: that part of the whole tensor that ``part`` says.
+        part: one slice of the whole a dimension.
+        name: for messages.
 
     Raises:
         Refused: ``weights-of-another-model`` for another shape.
     """
-    if tuple(place.shape) != tuple(value.shape):
-        detail = f"{name} is {tuple(place.shape)} in the model and {tuple(value.shape)} in the weights"
+    whole = tuple(place.shape)
+    expected = tuple(len(range(*s.indices(n))) for s, n in zip(part, whole, strict=True))
+    if tuple(value.shape) != expected:
+        detail = f"{name} is {whole} in the model and {tuple(value.shape)} of it came where {expected} were wanted"
         raise Refused("weights-of-another-model", "the weights have other shapes than the model", detail)
+    own = tuple(slice(o.start - p.start, o.stop - p.start) for o, p in zip(local_part(place), part, strict=True))
     with torch.no_grad():
-        if not isinstance(place, DTensor):
-            place.copy_(value)
-            return
-        local = place.to_local()
-        if local.numel():
-            local.copy_(value[local_slices(place)])
-
-
-def local_slices(tensor: DTensor) -> tuple[slice, ...]:
-    """Where this rank's part lies in the whole tensor."""
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
+        local_tensor(place).copy_(value[own])
 
 
 def materialize(model: nn.Module, device: torch.device) -> None:
@@ -229,15 +238,43 @@ def materialize(model: nn.Module, device: torch.device) -> None:
                 module._parameters[name] = first
 
 
-def _convert(model: nn.Module, target: str, piece: Piece, source: Shards | Values) -> Iterator[tuple[str, Tensor]]:
+def _pieces(
+    model: nn.Module, target: str, piece: Piece, source: Shards | Values, places: Mapping[str, Tensor]
+) -> Iterator[tuple[str, Tensor, tuple[slice, ...]]]:
+    """Name, values, and the part of the whole that they are, of all parameters that one piece makes."""
     if piece.rule is None:
-        yield target, source.read(piece.sources[-1][1])
+        part = local_part(places[target]) if target in places else ()
+        yield target, source.read_part(piece.sources[-1][1], part), part
         return
-    for pattern, name in piece.sources:
+    sources, first = _own_experts(piece, places.get(target))
+    for pattern, name in sources:
         piece.rule.add_tensor(target, name, pattern, _Reader(source, name))
     config: Any = model.config
-    for name, value in piece.rule.convert(target, model=model, config=config).items():
-        yield name, value[0] if isinstance(value, list) else value
+    for name, found in piece.rule.convert(target, model=model, config=config).items():
+        value = found[0] if isinstance(found, list) else found
+        part = tuple(slice(0, n) for n in value.shape)
+        if first is not None:
+            part = (first, *part[1:])
+        yield name, value, part
+
+
+def _own_experts(piece: Piece, place: Tensor | None) -> tuple[list[tuple[str, str]], slice | None]:
+    """Of experts that are stored one by one and stacked, only those that this rank holds.
+
+    Returns:
+        The sources to read, and the experts that they are; all sources and None where experts are not stacked.
+    """
+    from transformers.core_model_loading import MergeModulelist
+
+    by_pattern: dict[str, list[str]] = {}
+    for pattern, name in piece.sources:
+        by_pattern.setdefault(pattern, []).append(name)
+    counts = {len(names) for names in by_pattern.values()}
+    stacked = isinstance(piece.rule.operations[0], MergeModulelist) and piece.rule.operations[0].dim == 0
+    if place is None or not stacked or counts != {place.shape[0]}:
+        return piece.sources, None
+    own = local_part(place)[0]
+    return [(p, n) for p, names in by_pattern.items() for n in names[own]], own
 
 
 class _Reader:

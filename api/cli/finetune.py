@@ -74,7 +74,7 @@ def finetune(
         raise Problem(**run.problem)
     if run.stopped:
         output.tell(f"the run is saved; the same command goes on from step {run.stopped['step']}")
-        raise typer.Exit(output.INTERRUPTED if status == 0 else output.FAILED)
+        raise typer.Exit(output.FAILED if run.stopped["why"].startswith("an alert") else output.INTERRUPTED)
     if status != 0:
         raise run.crashed(status)
     if dry_run:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -158,3 +161,51 @@ def test_blocks_are_those_of_the_language_model(tmp_path: Path) -> None:
     assert [n for n, _ in blocks(model)] == [f"model.layers.{i}" for i in range(4)]
     with pytest.raises(Refused, match="no list of blocks"):
         blocks(torch.nn.Linear(1, 1))
+
+
+READS = """
+import sys, torch, torch.distributed as dist
+from pathlib import Path
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from runtime import weights
+from runtime.config import ModelConfig
+from runtime.model import build, read_definition
+from runtime.parallel.config import ParallelConfig
+from runtime.parallel.meshes import build_meshes
+from runtime.parallel.placement import local_tensor
+from runtime.parallel.shard import parallelize
+
+folder, rank = Path(sys.argv[1]), int(sys.argv[2])
+read = []
+own_read = weights.Shards.read
+weights.Shards.read = lambda self, name: read.append(name) or own_read(self, name)
+dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=4)
+model = build(read_definition(folder), ModelConfig(definition=str(folder)), "cpu", storage=torch.float32)
+shards = weights.Shards(folder)
+plan = weights.plan_load(model, shards)
+config = ParallelConfig(ep=2)
+parallelize(model, build_meshes(config, 4, "cpu"), config)
+weights.materialize(model, torch.device("cpu"))
+weights.load(model, shards, plan)
+torch.save(({n: local_tensor(p).detach() for n, p in model.named_parameters()}, read), folder / "held.pt")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1, 3])
+def test_a_rank_reads_only_what_it_holds(tmp_path: Path, rank: int) -> None:
+    """Four ranks as ep 2 x efsdp 2 under the fake backend, each in a process of its own: parts of published tensors."""
+    published = saved(tmp_path, "qwen3-moe").state_dict()
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    subprocess.run([sys.executable, "-c", READS, str(tmp_path), str(rank)], env=env, check=True)
+    held, read = torch.load(tmp_path / "held.pt")
+    ep_rank, efsdp_rank = rank % 2, rank // 2
+    for name, value in published.items():
+        if "experts" in name:
+            mine = value.chunk(2)[ep_rank].chunk(2)[efsdp_rank]
+        else:
+            chunks = value.chunk(4)
+            mine = chunks[rank] if rank < len(chunks) else value[:0]
+        assert torch.equal(held[name], mine), name
+    experts = {int(n.split("experts.")[1].split(".")[0]) for n in read}  # nothing but experts is read whole
+    assert experts == set(range(8)[ep_rank * 4 :][:4][efsdp_rank * 2 :][:2])
