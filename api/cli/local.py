@@ -11,6 +11,7 @@ from typing import Any
 from api.cli import output
 from onboarding.problem import Problem
 
+LLM_DOCTOR = "import sys; sys.argv[1:] = ['--json']; from agents.llm.probe import main; main()"
 DOCTOR = "import json; from onboarding.doctor import checks; print(json.dumps([vars(c) for c in checks()]))"
 
 
@@ -39,9 +40,9 @@ def run_parse(what: str, *, sequence_length: int, target: str, quiet: bool) -> d
     return {name: answer[name] for name in ("intake", "parse", "gaps", "reasons")}
 
 
-def run_doctor() -> list[dict[str, Any]]:
-    """Every check of this machine."""
-    child = subprocess.run([sys.executable, "-c", DOCTOR], capture_output=True, text=True)
+def run_doctor(program: str = DOCTOR) -> list[dict[str, Any]]:
+    """Every check of this machine, or (``LLM_DOCTOR``) of the language model's endpoint."""
+    child = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True)
     if child.returncode != 0:
         raise crashed("doctor", child.returncode, child.stderr)
     checks: list[dict[str, Any]] = json.loads(child.stdout.strip().splitlines()[-1])

@@ -213,12 +213,15 @@ def parse(
 
 
 @app.command()
-def doctor(as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False) -> None:
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
+    llm: Annotated[bool, typer.Option("--llm", help="Try the language model's endpoint instead.")] = False,
+) -> None:
     """Say what this machine has, try what it claims, and say what that allows."""
-    from api.cli.local import run_doctor
+    from api.cli.local import DOCTOR, LLM_DOCTOR, run_doctor
     from api.cli.tables import doctor_table
 
-    checks = run_doctor()
+    checks = run_doctor(LLM_DOCTOR if llm else DOCTOR)
     if as_json:
         output.console().print_json(data=checks)
     else:
