@@ -89,7 +89,7 @@ class Proposer:
             if operation.leaf is not None and operation.phase == "forward":
                 self._leaf(operation.path, operation.leaf)
         for turn in self.trace.rotary:
-            if self._in_language(turn.path):
+            if turn.path and self._in_language(turn.path):
                 self._rotary(turn)
         self._loss()
         for known in self.roles.by_kind.values():
