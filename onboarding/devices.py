@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from onboarding.problem import Problem
 
@@ -24,6 +25,10 @@ class Device:
     def floor_ms(self, flops: float, bytes_moved: float) -> float:
         """The roofline: the longer of computing and moving, in milliseconds."""
         return 1e3 * max(flops / (self.tflops * 1e12), bytes_moved / (self.bandwidth * 1e12))
+
+    def bound(self, flops: float, bytes_moved: float) -> Literal["compute", "memory"]:
+        """Which of the two is the longer."""
+        return "compute" if flops / self.tflops >= bytes_moved / self.bandwidth else "memory"
 
 
 _PEAK = "published peak; real kernels reach 70 to 85 % of it"

@@ -40,6 +40,22 @@ def run_parse(what: str, *, sequence_length: int, target: str, quiet: bool) -> d
     return {name: answer[name] for name in ("intake", "parse", "gaps", "reasons")}
 
 
+def run_diff(before: str, after: str, *, sequence_length: int, target: str, quiet: bool) -> dict[str, Any]:
+    """Parse two definitions here and compare them.
+
+    Raises:
+        Problem: one of them is refused.
+    """
+    from onboarding.architecture import Architecture
+    from onboarding.comparison import compare
+
+    parsed = []
+    for what in (before, after):
+        outcome = run_parse(what, sequence_length=sequence_length, target=target, quiet=quiet)
+        parsed.append(Architecture.model_validate(outcome["parse"]["architecture"]))
+    return compare(*parsed).model_dump(mode="json")
+
+
 def run_doctor(program: str = DOCTOR) -> list[dict[str, Any]]:
     """Every check of this machine, or (``LLM_DOCTOR``) of the language model's endpoint."""
     child = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True)

@@ -13,6 +13,7 @@ import typer
 
 from api.cli import output
 from api.cli.finetune import finetune
+from api.cli.judge import judge
 from onboarding.problem import Problem
 
 if TYPE_CHECKING:
@@ -213,6 +214,25 @@ def parse(
 
 
 @app.command()
+def diff(
+    before: Annotated[str, typer.Argument(help="The known model: a path or the name of an example.")],
+    after: Annotated[str, typer.Argument(help="The new model.")],
+    sequence_length: Annotated[int, typer.Option(help="Tokens at which FLOPs and bytes are counted.")] = 8192,
+    everything: Annotated[bool, typer.Option("--all", help="Also what both have.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
+) -> None:
+    """Say what is new in one model against another: sizes, features, operators."""
+    from api.cli.local import run_diff
+    from api.cli.tables import diff_view
+
+    found = run_diff(before, after, sequence_length=sequence_length, target="h200", quiet=as_json)
+    if as_json:
+        output.console().print_json(data=found)
+    else:
+        output.console().print(diff_view(found, everything=everything))
+
+
+@app.command()
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
     llm: Annotated[bool, typer.Option("--llm", help="Try the language model's endpoint instead.")] = False,
@@ -240,6 +260,7 @@ def demo(
 
 
 app.command()(finetune)
+app.command()(judge)
 
 
 @bundle.command("verify")

@@ -104,13 +104,25 @@ def proofs_line(architecture: dict[str, Any]) -> Text:
 
 
 def gaps_table(gaps: dict[str, Any]) -> Table:
-    """Gaps, largest share of the step first."""
-    table = plain("gap", "share", "now", "floor", "provider today", right=("share", "now", "floor"))
-    rows = sorted((row for row in gaps["rows"] if row["gap"]), key=lambda row: -row["share_time"])
+    """Gaps, largest expected gain on the whole step first."""
+    table = plain(
+        "gap", "share", "gain", "now", "floor", "bound", "provider today", right=("share", "gain", "now", "floor")
+    )
+    rows = sorted((row for row in gaps["rows"] if row["gap"]), key=lambda row: -row["gain"])
     for row in rows:
         times = milliseconds(row["provider_ms"]), milliseconds(row["floor_ms"])
-        cells = (row["name"], percent(row["share_time"]), *times, row["provider"])
+        cells = (row["name"], percent(row["share_time"]), percent(row["gain"]), *times, row["bound"], row["provider"])
         table.add_row(*(Text(cell) for cell in cells))
+    return table
+
+
+def coverage_table(gaps: dict[str, Any]) -> Table:
+    """Who serves the step, largest share first."""
+    table = plain("provider", "share of the step", "operators", "fast", right=("share of the step", "operators"))
+    for row in gaps["coverage"]:
+        table.add_row(
+            Text(row["provider"]), percent(row["share_time"]), str(row["operators"]), "yes" if row["fast"] else "no"
+        )
     return table
 
 
@@ -135,10 +147,41 @@ def parse_view(outcome: dict[str, Any]) -> RenderableType:
         gaps = outcome["gaps"]
         where = f"projection for {gaps['target']} at {gaps['sequence_length']} tokens"
         parts += ["", gaps_table(gaps) if gaps["gaps"] else Text("no gaps"), Text(where, style="dim")]
+    if outcome["gaps"] is not None and outcome["gaps"]["coverage"]:
+        parts += ["", coverage_table(outcome["gaps"])]
     lines = [("new", name) for name in a["novel"]] + [("warning", line) for line in a["warnings"]]
     lines += [("partial", reason) for reason in outcome["reasons"]]
     if lines:
         parts += ["", *(Text.assemble((f"{word}  ", "yellow"), line) for word, line in lines)]
+    return Group(*parts)
+
+
+DIFF_STYLES = {"new": "bold green", "changed": "yellow", "gone": "red", "same": "dim"}
+
+
+def diff_view(found: dict[str, Any], *, everything: bool) -> RenderableType:
+    """Sizes, then features and operators that differ (all of them if asked)."""
+    before, after = found["before"], found["after"]
+    sizes = plain("size", before, after, "ratio", right=(before, after, "ratio"))
+    for row in found["sizes"]:
+        ratio = f"{row['after'] / row['before']:.3g}" if row["before"] else ""
+        sizes.add_row(row["name"], count(row["before"]), count(row["after"]), ratio)
+    parts: list[RenderableType] = [
+        Text.assemble((after, "bold"), " against ", (before, "bold"), f": {percent(found['likeness'])} alike"),
+        "",
+        sizes,
+    ]
+    for title in ("features", "operators"):
+        table = plain("", title, before, after)
+        rows = [row for row in found[title] if everything or row["state"] != "same"]
+        for row in rows:
+            table.add_row(
+                Text(row["state"], style=DIFF_STYLES[row["state"]]),
+                Text(row["name"]),
+                Text(row["before"] or ("yes" if row["state"] != "new" else "")),
+                Text(row["after"] or ("yes" if row["state"] != "gone" else "")),
+            )
+        parts += ["", table if rows else Text(f"the same {title}", style="dim")]
     return Group(*parts)
 
 

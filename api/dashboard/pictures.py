@@ -28,7 +28,19 @@ def shares_svg(facts: JobFacts) -> str | None:
     return None if facts.gaps is None else _draw("shares", facts.gaps.model_dump_json())
 
 
-PICTURES: dict[str, Callable[[JobFacts], str | None]] = {"loss": loss_svg, "layers": layers_svg, "shares": shares_svg}
+def roofline_svg(facts: JobFacts) -> str | None:
+    """Operators under the device's roofline; results of older versions hold none."""
+    if facts.gaps is None or facts.gaps.roofline is None:
+        return None
+    return _draw("roofline", facts.gaps.model_dump_json())
+
+
+PICTURES: dict[str, Callable[[JobFacts], str | None]] = {
+    "loss": loss_svg,
+    "layers": layers_svg,
+    "shares": shares_svg,
+    "roofline": roofline_svg,
+}
 
 
 @lru_cache(maxsize=64)
@@ -40,6 +52,8 @@ def _draw(name: str, data: str) -> str:
         return charts.loss_curves(Curves.model_validate_json(data))
     if name == "layers":
         return charts.layer_errors(AlignResult.model_validate_json(data).layers)
+    if name == "roofline":
+        return charts.roofline(GapsResult.model_validate_json(data))
     return charts.time_shares(GapsResult.model_validate_json(data).rows)
 
 

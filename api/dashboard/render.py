@@ -15,6 +15,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from api.dashboard import formats
+from onboarding.pictures.blocks import block_diagram
 from onboarding.pictures.strip import colours, layer_strip
 
 HERE = Path(__file__).parent
@@ -63,6 +64,7 @@ def environment() -> Environment:
     env.filters["map_product"] = lambda blocks, name: [getattr(block, name) * len(block.layers) for block in blocks]
     env.globals["asset"] = asset
     env.globals["layer_strip"] = lambda architecture: Markup(layer_strip(architecture))
+    env.globals["block_diagram"] = lambda architecture: Markup(block_diagram(architecture))
     env.globals["strip_colours"] = colours
     return env
 

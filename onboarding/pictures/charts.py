@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from onboarding.stages.align.result import Curves, LayerError
-from onboarding.stages.gaps.result import OperatorRow
+from onboarding.stages.gaps.result import GapsResult, OperatorRow
 
 REFERENCE, CANDIDATE, BAND = "#0072B2", "#D55E00", "#9ecae1"
 # A middle grey reads on white and on near-black, so one picture serves both colour schemes.
@@ -110,3 +110,45 @@ def time_shares(rows: list[OperatorRow], *, width: int = 640) -> str:
         )
     )
     return render(bars.properties(width=width, height=alt.Step(20)))
+
+
+def roofline(result: GapsResult, *, width: int = 640, height: int = 320) -> str:
+    """Every operator of the step by its FLOPs a byte and what its provider reaches, under the device's two limits.
+
+    Raises:
+        ValueError: the result is of a version that stored no roofline.
+    """
+    import altair as alt
+
+    limits = result.roofline
+    if limits is None:
+        raise ValueError("the result holds no roofline")
+    points = [
+        {
+            "operator": row.name,
+            "intensity": min(max(row.intensity, 1e-2), 1e5),
+            "reached": max(row.flops / (row.provider_ms * 1e9), 1e-3),
+            "share": 100 * row.share_time,
+            "state": "gap" if row.gap else "served",
+        }
+        for row in result.rows
+        if row.flops > 0 and row.provider_ms > 0
+    ]
+    line = [{"intensity": x, "reached": min(limits.tflops, x * limits.bandwidth)} for x in (1e-2, limits.ridge, 1e5)]
+    x = alt.X("intensity:Q", title="FLOPs a byte", scale=alt.Scale(type="log", domain=[1e-2, 1e5]))
+    y = alt.Y("reached:Q", title="TFLOP/s (projected)", scale=alt.Scale(type="log"))
+    roof = alt.Chart(alt.Data(values=line)).mark_line(color=INK, strokeWidth=2).encode(x=x, y=y)
+    marks = (
+        alt.Chart(alt.Data(values=points))
+        .mark_point(filled=True, opacity=0.85)
+        .encode(
+            x=x,
+            y=y,
+            size=alt.Size("share:Q", title="share of the step (%)", scale=alt.Scale(range=[30, 600])),
+            color=alt.Color(
+                "state:N", title=None, scale=alt.Scale(domain=["gap", "served"], range=[CANDIDATE, REFERENCE])
+            ),
+            shape=alt.Shape("state:N", title=None, scale=alt.Scale(domain=["gap", "served"])),
+        )
+    )
+    return render((roof + marks).properties(width=width, height=height))

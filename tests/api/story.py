@@ -13,13 +13,14 @@ from onboarding.pipeline import JobOptions
 from onboarding.records import Job, Step
 from onboarding.settings import Settings
 from onboarding.stages.align.result import AlignResult, Curves, LayerError
-from onboarding.stages.gaps.result import GapsResult, OperatorRow
+from onboarding.stages.gaps.result import Coverage, GapsResult, OperatorRow, Roofline
 from onboarding.stages.generate.result import GenerateResult
 from onboarding.stages.intake.result import IntakeResult
 from onboarding.stages.judge.result import CaseReport, JudgeResult, TensorError
 from onboarding.stages.package.result import PackageResult
 from onboarding.stages.parse.result import ParseResult
 from onboarding.store import NewEvent, Store, log_path
+from onboarding.weights.result import PatternRow, WeightsReport
 
 RUNNER = "story"
 HOSTILE = "<script>alert(1)</script>"
@@ -124,7 +125,13 @@ class Story:
     def tell_until_gaps(self) -> None:
         """Intake, parse, gaps."""
         self.do("intake", intake_result(self))
-        self.do("parse", ParseResult(architecture=architecture(), seconds=6.1, summary="27 layers: 20 KDA + 7 MLA"))
+        parsed = ParseResult(
+            architecture=architecture(),
+            weights=weights_report(),
+            seconds=6.1,
+            summary="27 layers: 20 KDA + 7 MLA",
+        )
+        self.do("parse", parsed)
         self.do("gaps", gaps_result())
 
     def tell_kernels(self) -> None:
@@ -248,6 +255,24 @@ def architecture() -> Architecture:
     )
 
 
+def weights_report() -> WeightsReport:
+    """An index with something missing, and names that mean harm."""
+    row = PatternRow(
+        target="model.x", sources=f"x{HOSTILE}", how="renamed", stored="fp8 in blocks", parameters=7, tensors=7
+    )
+    return WeightsReport(
+        files=3,
+        tensors=9,
+        total_bytes=2**40,
+        placed=7,
+        expected=8,
+        rows=[row],
+        missing=["model.norm.weight"],
+        extra=[f"mtp.{HOSTILE}"],
+        proven="all 9 tensors of the twin came back bit for bit",
+    )
+
+
 def gaps_result() -> GapsResult:
     """Three gaps and one operator that torch serves."""
     rows = [
@@ -266,6 +291,9 @@ def gaps_result() -> GapsResult:
             share_flops=0.2,
             share_bytes=0.2,
             share_time=0.2,
+            gain=0.14,
+            intensity=1000.0,
+            bound="compute",
             gap=True,
         )
         for words, digest in DIGESTS.items()
@@ -279,6 +307,11 @@ def gaps_result() -> GapsResult:
         rows=[*rows, served],
         gaps=list(DIGESTS.values()),
         step_ms=20.0,
+        coverage=[
+            Coverage(provider="transformers eager", operators=3, share_time=0.6, share_flops=0.6, fast=False),
+            Coverage(provider=f"torch {HOSTILE}", operators=1, share_time=0.4, share_flops=0.4, fast=True),
+        ],
+        roofline=Roofline(tflops=685.0, bandwidth=4.27, basis="measured"),
         summary="3 operator specs without a fast provider: 60 % of the step",
     )
 

@@ -28,7 +28,7 @@ def test_shares_add_up_and_gaps_are_ranked_by_saving() -> None:
     gaps = [row for row in result.rows if row.gap]
     assert [row.digest for row in gaps] == result.gaps
     assert sorted(gaps, key=lambda row: -row.saving_ms) == gaps
-    assert len(result.gaps) == len(set(result.gaps)) == 8
+    assert len(result.gaps) == len(set(result.gaps)) == 10
     assert result.step_ms == pytest.approx(sum(row.provider_ms for row in result.rows))
     assert "projection" in result.basis
     assert "projection" in result.summary
@@ -62,7 +62,7 @@ def test_floors_are_closed_forms() -> None:
     norm = rows["RMSNorm 2304, bfloat16"]
     # read x, write y; read dy and x, write dx: five passes over T x 2304 in two bytes, 55 norms
     assert norm.floor_ms == pytest.approx(1e3 * 55 * 5 * TOKENS * 2304 * 2 / 4.27e12, rel=1e-2)
-    head = rows["matrix products of the head"]
+    head = rows["linear 2304 to 163840 + cross-entropy, mean, bfloat16"]
     assert head.floor_ms == pytest.approx(1e3 * 6 * TOKENS * 2304 * 163840 / 685e12, rel=1e-6)
 
 
@@ -78,6 +78,33 @@ def test_a_faster_device_moves_the_floor() -> None:
         key: sum(r.floor_ms for r in analyse_gaps(kimi(), find_device(key)).rows) for key in ("a100", "h200", "b200")
     }
     assert floors["a100"] > floors["h200"] > floors["b200"]
+
+
+def test_coverage_is_the_whole_step_by_provider() -> None:
+    result = analyse_gaps(kimi(), find_device("h200"))
+    assert sum(c.share_time for c in result.coverage) == pytest.approx(1.0)
+    assert sum(c.share_flops for c in result.coverage) == pytest.approx(1.0)
+    assert sum(c.operators for c in result.coverage) == len(result.rows)
+    assert {c.provider for c in result.coverage} == {row.provider for row in result.rows}
+    shares = [c.share_time for c in result.coverage]
+    assert shares == sorted(shares, reverse=True)
+    by_provider = {c.provider: c for c in result.coverage}
+    assert by_provider["torch linear"].fast
+    assert not by_provider["transformers torch fallback"].fast
+
+
+def test_every_operator_has_its_place_on_the_roofline() -> None:
+    for key in ("a100", "h200"):
+        device = find_device(key)
+        result = analyse_gaps(kimi(), device)
+        assert result.roofline is not None
+        assert result.roofline.ridge == pytest.approx(device.tflops / device.bandwidth)
+        for row in result.rows:
+            assert row.intensity == pytest.approx(row.flops / row.bytes_moved)
+            assert (row.bound == "compute") == (row.intensity >= result.roofline.ridge)
+            assert row.gain == pytest.approx(row.saving_ms / result.step_ms)
+    norm = next(r for r in analyse_gaps(kimi(), find_device("h200")).rows if r.family == "norm")
+    assert norm.bound == "memory"
 
 
 def test_an_unknown_target_is_a_problem() -> None:

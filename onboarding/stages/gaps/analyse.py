@@ -18,13 +18,15 @@ from onboarding.stages.gaps.providers import (
     eager_ms,
     serve_use,
 )
-from onboarding.stages.gaps.result import GapsResult, OperatorRow
+from onboarding.stages.gaps.result import Coverage, GapsResult, OperatorRow, Roofline
 
 FAST = 0.8
 """A provider that reaches this share of the roofline is fast; an operator of a family below it is a gap."""
 KERNEL_SHARE = 0.7
 """Share of the roofline that a generated kernel is expected to reach, for ranking only."""
 _LINEAR = ("mm", "addmm", "bmm", "baddbmm", "matmul")
+_PROJECTIONS = ("mm", "addmm", "convolution", "convolution_backward")
+"""What a mixer does beside its recurrence."""
 
 
 @dataclass(kw_only=True)
@@ -40,12 +42,15 @@ def analyse_gaps(architecture: Architecture, device: Device) -> GapsResult:
     """Every operator of one training step (forward and backward, batch 1), ranked by expected saving."""
     tokens = architecture.sequence_length
     rows = [_use_row(use, device, tokens) for use in architecture.uses]
-    rows += [_group_row(group, device) for group in _groups(architecture.graph)]
+    rows += [_group_row(group, device) for group in _groups(architecture.graph, _recurrent(architecture))]
     step = sum(row.provider_ms for row in rows)
     flops, moved = sum(row.flops for row in rows), sum(row.bytes_moved for row in rows)
     rows = [
         row.model_copy(
             update={
+                "gain": row.saving_ms / step if step else 0.0,
+                "intensity": row.flops / row.bytes_moved if row.bytes_moved else 0.0,
+                "bound": device.bound(row.flops, row.bytes_moved),
                 "share_flops": row.flops / flops if flops else 0.0,
                 "share_bytes": row.bytes_moved / moved if moved else 0.0,
                 "share_time": row.provider_ms / step if step else 0.0,
@@ -64,13 +69,33 @@ def analyse_gaps(architecture: Architecture, device: Device) -> GapsResult:
         target=device.key,
         sequence_length=tokens,
         rows=rows,
-        gaps=[row.digest for row in gaps],
+        gaps=[row.digest for row in gaps if row.digest],  # a scan that no family covers has no spec to generate from
         step_ms=step,
+        coverage=coverage(rows),
+        roofline=Roofline(tflops=device.tflops, bandwidth=device.bandwidth, basis=device.basis),
         basis=(
             f"projection, not a measurement: roofline of {device.name} ({device.tflops:g} TFLOP/s, "
             f"{device.bandwidth:g} TB/s; {device.basis}), batch 1, forward and backward, no optimizer"
         ),
     )
+
+
+def coverage(rows: list[OperatorRow]) -> list[Coverage]:
+    """What each provider serves, largest share of the step first."""
+    by_provider: dict[str, list[OperatorRow]] = defaultdict(list)
+    for row in rows:
+        by_provider[row.provider].append(row)
+    found = [
+        Coverage(
+            provider=provider,
+            operators=len(served),
+            share_time=sum(row.share_time for row in served),
+            share_flops=sum(row.share_flops for row in served),
+            fast=sum(row.floor_ms for row in served) >= FAST * sum(row.provider_ms for row in served),
+        )
+        for provider, served in by_provider.items()
+    ]
+    return sorted(found, key=lambda row: (-row.share_time, row.provider))
 
 
 def _use_row(use: OperatorUse, device: Device, tokens: int) -> OperatorRow:
@@ -103,13 +128,27 @@ def _use_row(use: OperatorUse, device: Device, tokens: int) -> OperatorRow:
     )
 
 
-def _groups(graph: list[GraphOperator]) -> list[_Group]:
+def _recurrent(architecture: Architecture) -> dict[str, str]:
+    """Letters of blocks whose mixer's own code is a recurrence that no operator spec stands for, with its words."""
+    served = {family for use in architecture.uses if (family := use.spec["family"]) in ("linear_attention",)}
+    found: dict[str, str] = {}
+    for block in architecture.blocks:
+        for mixer in block.roles.mixers if block.roles else ():
+            own = mixer.kind == "recurrence" or (mixer.kind == "linear" and not served)
+            if own:
+                found.setdefault(block.letter, f"recurrence: {block.mixer}")
+    return found
+
+
+def _groups(graph: list[GraphOperator], recurrent: dict[str, str]) -> list[_Group]:
     groups: dict[tuple[str, str], _Group] = {}
     for operator in graph:
         if operator.use:
             continue
         kind = _kind(operator)
         role = operator.name if kind in ("attention", "scan") else operator.role
+        if operator.block in recurrent and operator.role == "mixer" and operator.name not in _PROJECTIONS:
+            kind, role = "scan", recurrent[operator.block]
         groups.setdefault((kind, role), _Group(kind=kind, role=role, operators=[])).operators.append(operator)
     return list(groups.values())
 
@@ -138,6 +177,9 @@ def _group_row(group: _Group, device: Device) -> OperatorRow:
     floor = sum(device.floor_ms(op.flops, op.bytes_moved) for op in group.operators)
     forward = sum(op.count for op in group.operators if op.phase == "forward")
     provided = _provided(group, device, floor, flops, moved)
+    ms = max(floor, provided.ms)
+    # a state along the sequence that no template family covers: a gap without a spec
+    gap = group.kind == "scan" and floor < FAST * ms
     return OperatorRow(
         digest="",
         name=_name(group),
@@ -148,12 +190,13 @@ def _group_row(group: _Group, device: Device) -> OperatorRow:
         bytes_moved=moved,
         floor_ms=floor,
         provider=provided.provider,
-        provider_ms=max(floor, provided.ms),
+        provider_ms=ms,
         basis=provided.basis,
         share_flops=0.0,
         share_bytes=0.0,
         share_time=0.0,
-        gap=False,
+        saving_ms=max(0.0, ms - floor / KERNEL_SHARE) if gap else 0.0,
+        gap=gap,
     )
 
 

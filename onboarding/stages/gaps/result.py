@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import Field
 
 from onboarding.architecture import Record
 from onboarding.context import StageResult
@@ -34,9 +36,41 @@ class OperatorRow(Record):
     share_time: float
     saving_ms: float = 0.0
     """What a kernel at a realistic share of the roofline would save in the step."""
+    gain: float = 0.0
+    """The same as a share of the whole step's time."""
+    intensity: float = 0.0
+    """FLOPs a byte, forward and backward: where the operator stands on the roofline's horizontal axis."""
+    bound: Literal["", "compute", "memory"] = ""
+    """Which of the two floors is the longer one on the target; empty in results of older versions."""
     gap: bool
     """No fast provider: a kernel will be generated."""
     spec: dict[str, Any] | None = None
+
+
+class Coverage(Record):
+    """What one provider serves of the step."""
+
+    provider: str
+    operators: int
+    """Rows: operator specs, or groups of plain operators."""
+    share_time: float
+    share_flops: float
+    fast: bool
+    """It reaches the share of the roofline at which nothing is generated, over all that it serves."""
+
+
+class Roofline(Record):
+    """The target device's two limits."""
+
+    tflops: float
+    bandwidth: float
+    """TB/s."""
+    basis: str
+
+    @property
+    def ridge(self) -> float:
+        """FLOPs a byte above which computing takes longer than moving."""
+        return self.tflops / self.bandwidth
 
 
 class GapsResult(StageResult):
@@ -49,5 +83,8 @@ class GapsResult(StageResult):
     """Digests of the operator specs to generate, largest expected saving first."""
     step_ms: float
     """Sum of ``provider_ms``: a projection, not a measurement."""
+    coverage: list[Coverage] = Field(default_factory=list)
+    """By provider, largest share of the step first."""
+    roofline: Roofline | None = None
     basis: str = ""
     """How ``step_ms`` was projected, in words."""
