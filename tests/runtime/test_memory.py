@@ -85,7 +85,7 @@ def test_a_row_without_labels_costs_nothing(tmp_path: Path) -> None:
     assert all(not g.any() for g in found.values())
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3-moe", "qwen3-next"])
+@pytest.mark.parametrize("name", ["llama", "qwen3-moe", pytest.param("qwen3-next", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("device_kib", "host_kib"), [(1 << 20, 0), (0, 1 << 20), (0, 0), (40, 60)])
 def test_recomputed_blocks_give_the_same_bits_whatever_is_kept(
     tmp_path: Path, name: str, device_kib: int, host_kib: int

@@ -55,7 +55,7 @@ def on_meta(folder: Path) -> Any:
         ("deepseek-v3", 4096, 0.249),
         (LLAMA_70B, 8192, 0.449),
         (LLAMA_70B, 4096, 0.433),
-        (LLAMA_405B, 8192, 2.52),
+        pytest.param(LLAMA_405B, 8192, 2.52, marks=pytest.mark.slow),
     ],
     ids=["qwen3-30b-a3b", "deepseek-v3", "llama3-70b-8k", "llama3-70b-4k", "llama3.1-405b"],
 )

@@ -173,11 +173,13 @@ def test_an_adapter_is_written_that_peft_loads_with_the_loss_that_was_reached(tm
 @pytest.mark.parametrize(
     "memory",
     [
-        MemoryConfig(recompute="none", loss_chunk=0),
-        MemoryConfig(recompute="swap_cache", cache_device_gib=0.0002, cache_host_gib=0.0002, loss_chunk=7),
-        MemoryConfig(recompute="block", offload_optimizer=True),
+        pytest.param(MemoryConfig(recompute="none", loss_chunk=0), id="keep-all", marks=pytest.mark.slow),
+        pytest.param(
+            MemoryConfig(recompute="swap_cache", cache_device_gib=0.0002, cache_host_gib=0.0002, loss_chunk=7),
+            id="swap-cache",
+        ),
+        pytest.param(MemoryConfig(offload_optimizer=True), id="offload", marks=pytest.mark.slow),
     ],
-    ids=["keep-all", "swap-cache", "offload"],
 )
 def test_saving_memory_does_not_change_the_run(tmp_path: Path, memory: MemoryConfig) -> None:
     where = definition(tmp_path / "qwen3-moe", "qwen3-moe")
@@ -187,6 +189,7 @@ def test_saving_memory_does_not_change_the_run(tmp_path: Path, memory: MemoryCon
     assert saving == pytest.approx(plain, rel=1e-10)
 
 
+@pytest.mark.slow
 def test_muon_trains_the_matrices_of_blocks(tmp_path: Path) -> None:
     config = a_run(tmp_path, optimizer=OptimizerConfig(name="muon", lr=1e-2), steps=4)
     status, heard = trained(config)
@@ -198,7 +201,7 @@ def test_muon_trains_the_matrices_of_blocks(tmp_path: Path) -> None:
 # ---- going on ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize("asynchronous", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_stopped_run_goes_on_bit_for_bit(tmp_path: Path, asynchronous: bool) -> None:
     """In the middle of an epoch, with dropout: data, weights, optimizer and random draws are all taken up."""
     checkpoint = CheckpointConfig(every=2, asynchronous=asynchronous)
