@@ -14,6 +14,7 @@ GET /
 GET /docs
 GET /healthz
 GET /jobs/{job_id}
+GET /jobs/{job_id}/compare
 GET /jobs/{job_id}/kernels/{digest}
 GET /jobs/{job_id}/pictures/{name}.svg
 GET /metrics
@@ -43,6 +44,7 @@ bundle pull: job --to --replace
 bundle verify: path --key
 cancel: job
 demo: --to --profile
+diff: before after --sequence-length --all --json
 doctor: --json
 finetune: bundle --data --weights --twin --output --steps --sequence-length --batch --microbatch --lr \
 --rank --target --full --ranks --ep --device --kernels --key --set --dry-run
