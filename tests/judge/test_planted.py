@@ -40,6 +40,13 @@ WRONG = (
         reason=("y",),
     ),
     Wrong(
+        name="write past the end of its own memory",
+        family="norm",
+        flags=PLAIN_NORM,
+        edits=(("tl.store(rstd_ptr + row_R, rstd_R, mask=row_R < N)", "tl.store(rstd_ptr + row_R, rstd_R)"),),
+        reason=("it writes", "past the end of a tensor"),
+    ),
+    Wrong(
         name="missing gradient",
         family="norm",
         flags=NORM,

@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
     except (OSError, ValueError, KeyError, TypeError) as error:
         print(f"cannot be judged: {error}", file=sys.stderr)
         return 2
-    print(result.model_dump_json(indent=2) if options.json else in_words(result))
+    print(result.model_dump_json(indent=2) if options.json else in_words(result), flush=True)
     return 0 if result.outcome == "accepted" else 1
 
 
@@ -67,11 +67,19 @@ def _show(done: int, total: int, label: str) -> None:
 
 def in_words(result: JudgeResult) -> str:
     """The verdict for a terminal."""
-    lines = [result.summary, f"  level {result.level} on {result.device}, seed {result.seed}", f"  {result.sandbox}"]
+    lines = [
+        result.summary,
+        f"  level {result.level} on {result.device}, seed {result.seed}, {result.seconds:.1f} s",
+        f"  {result.sandbox}",
+        f"  candidate {result.candidate[:16]}, judge {result.judge_version[:16]}, determinism {result.determinism}",
+    ]
     for case in result.cases:
         worst = max(case.errors, key=lambda e: e.share, default=None)
         share = f"{worst.share:8.2f} of tolerance ({worst.tensor})" if worst else ""
         lines.append(f"  {'ok ' if case.passed else 'NO '} {case.dtype:8} {case.seconds:6.2f} s {share:42} {case.name}")
+    lines += [f"  {'ok ' if held else 'NO '} {name}" for name, held in result.modes.items()]
+    lines += [f"  not tried: sizes beyond {result.numbers_beyond}"] if result.numbers_beyond else []
+    lines += [f"  not run: {what}" for what in result.not_run]
     lines += [f"  - {reason}" for reason in result.reasons]
     return "\n".join(lines)
 

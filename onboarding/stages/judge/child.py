@@ -28,6 +28,7 @@ from kernel_templates import interpreter
 from kernel_templates.bind import Operator, bind
 from kernel_templates.configs import Chooser
 from kernel_templates.loading import load_module
+from onboarding.stages.judge import bounds
 from onboarding.stages.judge.images import DTYPES, Image, load, save
 
 
@@ -80,6 +81,7 @@ class Session:
             interpreted = self.device.type == "cpu"
             if interpreted:
                 interpreter.activate(strict=True)
+                bounds.watch()
             self.module = load_module(Path(request["candidate"]))
             self.operator = bind(
                 self.module, name="candidate", choose_config=Chooser.from_folder(Path(request["configs"]))

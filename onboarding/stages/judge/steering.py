@@ -241,41 +241,53 @@ def _largest_input(spec: OperatorSpec, case: Case, most: int) -> float:
 def spread(
     tensors: Tensors, turn: int, values: tuple[float, ...], rng: random.Random, generator: torch.Generator
 ) -> tuple[Tensors, str]:
-    """Inputs with some elements of far larger magnitude, or at numbers of the source; and in words what was done.
+    """The inputs with one that spans magnitudes; and in words what was done.
 
-    Signs stay, and what lies within [-1, 1] (probabilities, normed keys) stays there: the operator's domain may end.
+    One input at a time: what is planted in several would hide behind the largest. Signs stay, and probabilities and
+    normed rows only become smaller: the operator's domain may end there.
 
     Args:
-        turn: one input is chosen by it, the others by chance.
+        turn: chooses the input.
+        values: numbers of the source, at and around which some elements are placed.
     """
     able = [n for n, t in tensors.items() if t is not None and t.is_floating_point() and t.numel() > 1]
     if not able:
         return tensors, ""
-    chosen = {able[turn % len(able)], *(n for n in able if rng.random() < 0.25)}
-    changed = dict(tensors)
-    for name in sorted(chosen):
-        tensor = tensors[name]
-        assert tensor is not None
-        changed[name] = _planted(tensor, values, rng, generator)
-    return changed, f"wide values of {', '.join(sorted(chosen))}"
+    name = able[turn % len(able)]
+    tensor = tensors[name]
+    assert tensor is not None
+    return {**tensors, name: _planted(tensor, values, rng, generator)}, f"wide values of {name}"
 
 
 def _planted(tensor: Tensor, values: tuple[float, ...], rng: random.Random, generator: torch.Generator) -> Tensor:
     flat = tensor.double().reshape(-1).clone()
-    count = min(flat.numel(), 2 + flat.numel() // 100)
     device = generator.device
-    where = torch.randperm(flat.numel(), generator=generator, device=device)[:count].to(flat.device)
-    if float(flat.abs().max()) <= 1.0:
-        factors = torch.exp2(-10.0 * torch.rand(count, generator=generator, device=device))
-        flat[where] *= factors.to(flat)
+    order = torch.randperm(flat.numel(), generator=generator, device=device).to(flat.device)
+    count = min(flat.numel(), 4 + flat.numel() // 100)
+    if _bounded(tensor):
+        where = order[:count]
+        flat[where] *= torch.exp2(-10.0 * torch.rand(count, generator=generator, device=device)).to(flat)
         return flat.reshape(tensor.shape).to(tensor.dtype)
+    # of either sign, if the values have both
+    signs = flat[order].sign()
+    halves = [order[signs > 0], order[signs < 0]]
+    where = torch.cat([half[: (count + 1) // 2] for half in halves])
     top = 3.0 if tensor.dtype is torch.float16 else 7.0
-    exponents = top * torch.rand(count, generator=generator, device=device)
-    exponents[:2] = top * (0.6 + 0.4 * torch.rand(min(2, count), generator=generator, device=device))
-    planted = flat[where] * torch.exp2(exponents).to(flat)
-    fitting = [v for v in values if 2.0**-6 <= v <= 2.0**top * float(flat.abs().max())]
-    if fitting:
-        marks = torch.tensor([rng.choice(fitting) * rng.choice((0.75, 1.0, 1.25)) for _ in range(count // 2)])
-        planted[: len(marks)] = marks.to(flat) * planted[: len(marks)].sign()
-    flat[where] = planted
+    exponents = top * torch.rand(len(where), generator=generator, device=device)
+    exponents[::2] = top * (0.7 + 0.3 * exponents[::2] / top)
+    size = float(flat.square().mean().sqrt())
+    planted = size * torch.exp2(exponents).to(flat)
+    fitting = [v for v in values if 2.0**-6 * size <= v <= 2.0**top * size]
+    for i in range(1, len(where) if fitting else 0, 2):
+        planted[i] = rng.choice(fitting) * rng.choice((0.75, 1.0, 1.25))
+    flat[where] = planted * flat[where].sign()
     return flat.reshape(tensor.shape).to(tensor.dtype)
+
+
+def _bounded(tensor: Tensor) -> bool:
+    """Whether all values lie in [0, 1], or all rows have norm 1."""
+    wide = tensor.double()
+    if float(wide.min()) >= 0.0 and float(wide.max()) <= 1.0:
+        return True
+    norms = wide.norm(dim=-1) if tensor.ndim else wide.abs()
+    return bool((norms - 1.0).abs().max() < 0.03)

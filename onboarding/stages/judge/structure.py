@@ -24,6 +24,10 @@ FORBIDDEN_OF_TORCH = frozenset(
     {"compile", "classes", "from_file", "hub", "import_ir_module", "load", "ops", "save"}
     | {"set_default_device", "set_default_dtype"}
 )
+ALLOWED_OF_CUDA = frozenset(
+    {"current_device", "device_count", "get_device_capability", "get_device_properties", "is_available"}
+)
+"""Questions about the device; streams, graphs, events and memory are the caller's."""
 ALLOWED_MODULES = frozenset({"math", "torch", "torch.cuda", "triton", "triton.language", "triton.language.math"})
 """Every other module that an attribute leads to is refused: ``torch.os`` is the operating system."""
 ROOTS: dict[str, types.ModuleType] = {
@@ -131,7 +135,9 @@ class _Reader(ast.NodeVisitor):
         """Follow a path of attributes from one of the modules that a candidate may use."""
         found: object = ROOTS.get(path[0])
         for depth, name in enumerate(path[1:], start=2):
-            if name.startswith("_") or (path[0] == "torch" and name in FORBIDDEN_OF_TORCH):
+            forbidden = path[0] == "torch" and name in FORBIDDEN_OF_TORCH
+            of_cuda = path[: depth - 1] == ["torch", "cuda"] and name not in ALLOWED_OF_CUDA
+            if name.startswith("_") or forbidden or of_cuda:
                 self.add(node, f"the candidate reaches for {'.'.join(path[:depth])}")
                 return
             found = getattr(found, name, None)

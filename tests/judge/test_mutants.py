@@ -1,0 +1,85 @@
+"""200 automatic mutants of the shipped kernels: those that compute something else are refused.
+
+``python tests/judge/test_mutants.py [FIRST [LAST]]`` prints every survivor. A survivor is either in ``EQUIVALENT``,
+with the reason why it computes the same, or a hole in the judge.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from mutating import Mutant, mutants
+from planting import KDA, MOE, NORM, RESIDUAL_NORM, SWIGLU, candidate, make_spec, verdict
+
+from kernel_templates.spec import OperatorSpec
+from onboarding.sandbox import Limits
+
+pytestmark = [pytest.mark.sandbox, pytest.mark.slow]
+LIMITS = Limits(wall_s=400.0, memory_bytes=3 * 2**30, output_bytes=2**20, scratch_bytes=256 * 2**20)
+SEED = 20261201
+# family, flags, mutants, cases of a verdict
+PLAN = (
+    ("norm", NORM, 70, 6),
+    ("norm", RESIDUAL_NORM, 40, 6),
+    ("gated_activation", SWIGLU | {"limit": 7.0}, 50, 6),
+    ("moe", MOE, 20, 3),
+    ("linear_attention", KDA, 20, 3),
+)
+# pattern of the words -> why it computes the same on every input that the contract allows
+EQUIVALENT: dict[str, str] = {}
+
+
+def planned() -> Iterator[tuple[OperatorSpec, Mutant, int]]:
+    for number, (family, flags, count, cases) in enumerate(PLAN):
+        spec = make_spec(family, flags)
+        for mutant in mutants(candidate(spec).decode(), count, SEED + number):
+            yield spec, mutant, cases
+
+
+def survives(spec: OperatorSpec, mutant: Mutant, cases: int, folder: Path) -> bool:
+    found = verdict(mutant.source, spec, folder, cases=cases, seed=11, limits=LIMITS, answer_s=20.0)
+    return found.outcome == "accepted"
+
+
+def explained(spec: OperatorSpec, mutant: Mutant) -> bool:
+    return any(re.search(pattern, f"{spec.family}: {mutant.words}") for pattern in EQUIVALENT)
+
+
+@pytest.mark.timeout(3600)
+def test_mutants_are_refused(tmp_path: Path) -> None:
+    total, survivors = 0, []
+    for number, (spec, mutant, cases) in enumerate(planned()):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        equivalent = explained(spec, mutant)
+        if survives(spec, mutant, cases, folder) and not equivalent:
+            survivors.append(f"{spec.family}: {mutant.words}")
+        total += not equivalent
+    print(f"{total - len(survivors)} of {total} mutants refused")
+    assert len(survivors) <= total / 100, "\n".join(survivors)
+
+
+def test_mutants_are_many_and_different() -> None:
+    found = [mutant.source for _, mutant, _ in planned()]
+    assert len(found) == len(set(found)) == sum(count for _, _, count, _ in PLAN)
+
+
+if __name__ == "__main__":
+    from onboarding.sandbox import warm
+
+    warm.prestart()
+    first, last = (int(a) for a in (*sys.argv[1:], "0", "200")[:2])
+    for at, (its_spec, its_mutant, its_cases) in enumerate(planned()):
+        if first <= at < last:
+            with tempfile.TemporaryDirectory() as scratch:
+                alive = survives(its_spec, its_mutant, its_cases, Path(scratch))
+            if alive:
+                known = "explained" if explained(its_spec, its_mutant) else "SURVIVES"
+                print(at, known, f"{its_spec.family}: {its_mutant.words}", flush=True)
+            elif at % 10 == 0:
+                print(at, "...", flush=True)
