@@ -44,7 +44,7 @@ class _Answer:
 
 
 class _Decoder(nn.Module):
-    """Stands for the model under the head."""
+    """Stands for the model under the head, and for any part of it that a forward calls by itself."""
 
     def __init__(self, hidden: torch.Tensor) -> None:
         super().__init__()
@@ -52,6 +52,9 @@ class _Decoder(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> _Answer:
         return _Answer(self.hidden)
+
+    def __getattr__(self, name: str) -> Any:
+        return self if name in ("decoder", "language_model", "text_model") else super().__getattr__(name)
 
 
 class _Head(nn.Module):
