@@ -14,7 +14,7 @@ from agents.llm.caller import Caller
 from agents.llm.errors import LlmError
 from agents.nearest import nearest_template
 from agents.roles import author, repairer, reporter
-from onboarding.policy import RUNGS, TOP, Draft, Move, SearchState, Spending, Try
+from onboarding.policy import RUNGS, TOP, Draft, Move, RoleCost, SearchState, Spending, Try
 from onboarding.problem import Problem
 from onboarding.store import Call, Purse
 from onboarding.store.ledger import spent_problem
@@ -147,6 +147,21 @@ class LLMPolicy:
             return reporter.summary(self.caller, facts)
         except (LlmError, Problem):
             return ""
+
+    def costs(self) -> list[RoleCost]:
+        """The ledger, summed by role."""
+        entries = self.caller.store.ledger(self.caller.who.job_id)
+        return [
+            RoleCost(
+                role=role,
+                calls=sum(e.request is not None for e in entries if e.role == role),
+                tokens=sum(e.tokens_in + e.tokens_out for e in entries if e.role == role),
+                money=sum(e.money for e in entries if e.role == role),
+                gpu_s=sum(e.gpu_s for e in entries if e.role == role),
+                wall_s=sum(e.wall_s for e in entries if e.role == role),
+            )
+            for role in dict.fromkeys(e.role for e in entries)
+        ]
 
 
 def for_operator(caller: Caller, share: float, step_wall_s: float) -> Caller:

