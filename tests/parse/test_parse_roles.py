@@ -287,3 +287,20 @@ def test_all_hybrid_and_expert_models_are_fully_proven() -> None:
     assert len(names) >= 70
     open_claims = {name: unproven(understood(name)) for name in names}
     assert {name: claims for name, claims in open_claims.items() if claims} == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model_type", "name"), [("mamba", "selective_scan_fn"), ("minimax", "recurrence")])
+def test_a_scan_without_a_family_is_a_gap(model_type: str, name: str) -> None:
+    from onboarding.devices import find_device
+    from onboarding.stages.gaps.analyse import analyse_gaps
+    from onboarding.stages.parse.analyse import analyse
+    from onboarding.stages.parse.understand.prove import complete
+
+    config = {"model_type": model_type}
+    architecture = complete(analyse(config, tokens=2048).architecture, config)
+    gaps = analyse_gaps(architecture, find_device("h200"))
+    scans = [row for row in gaps.rows if row.family == "scan"]
+    assert [row.gap for row in scans if name in row.name] == [True]
+    assert "" not in gaps.gaps
+    assert any(block.sequence_dependent for block in architecture.blocks)

@@ -178,8 +178,8 @@ def _group_row(group: _Group, device: Device) -> OperatorRow:
     forward = sum(op.count for op in group.operators if op.phase == "forward")
     provided = _provided(group, device, floor, flops, moved)
     ms = max(floor, provided.ms)
-    # a state along the sequence that no template family covers: a gap without a spec
-    gap = group.kind == "scan" and floor < FAST * ms
+    # a state along the sequence that no template family covers: a gap without a spec, whatever its loop costs
+    gap = group.kind == "scan" and any(word in group.role for word in ("recurrence", "scan", "mamba"))
     return OperatorRow(
         digest="",
         name=_name(group),
