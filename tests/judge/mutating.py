@@ -73,7 +73,7 @@ def _changes(node: ast.AST) -> Iterator[tuple[ast.expr | ast.stmt, ast.expr | No
         yield node, _with(node, ops=[SWAPS[type(node.ops[0])]()])
     elif isinstance(node, ast.BoolOp):
         yield node, _with(node, op=SWAPS[type(node.op)]())
-    elif isinstance(node, ast.Constant) and type(node.value) in (int, float):
+    elif isinstance(node, ast.Constant) and isinstance(node.value, int | float) and not isinstance(node.value, bool):
         value = node.value
         yield node, ast.Constant(value + 1 if isinstance(value, int) else value * 1.25 + 0.125)
     elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):

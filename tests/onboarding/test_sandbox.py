@@ -16,7 +16,8 @@ from onboarding.sandbox.view import build_view
 
 pytestmark = pytest.mark.sandbox
 WORKING = [backend.name for backend in backends.ORDER if not works(backend)]
-FAST = ("bubblewrap", "namespaces", "landlock")
+FAST = ("bubblewrap",)
+"""The others in the slow tests; the warm parent's tests try namespaces quickly."""
 
 
 @pytest.fixture(params=[pytest.param(n, marks=[] if n in FAST else [pytest.mark.slow]) for n in WORKING])

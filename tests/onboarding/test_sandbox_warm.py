@@ -28,7 +28,7 @@ def parent() -> Iterator[warm.WarmParent]:
     own.close()
 
 
-@pytest.fixture(params=[pytest.param(n, marks=[pytest.mark.slow] if n == "root namespaces" else []) for n in BACKENDS])
+@pytest.fixture(params=[pytest.param(n, marks=[] if n == "namespaces" else [pytest.mark.slow]) for n in BACKENDS])
 def sandbox(request: pytest.FixtureRequest, parent: warm.WarmParent) -> Sandbox:
     return Sandbox(backend=request.param)
 
