@@ -33,6 +33,9 @@ SMALL = {
     "gated_activation": {"width": 24},
     "short_convolution": {"channels": 24},
     "hyper_connection": {"hidden": 24},
+    "linear_cross_entropy": {"hidden": 32, "vocabulary": 200},
+    "rotary": {"heads": 2, "key_heads": 1, "head_dim": 16, "rotary_dim": 16},
+    "routing": {"experts": 16, "top_k": 3},
     "moe": {"experts": 4, "top_k": 2, "hidden": 32, "intermediate": 16},
     "linear_attention": {"key_heads": 1, "value_heads": 2, "key_dim": 16, "value_dim": 16},
 }
@@ -73,6 +76,24 @@ CONVOLUTIONS = [
         (3, "none", True, False),
         (2, "silu", True, True),
     ]
+]
+LOSSES = [
+    {},
+    {"frozen": True, "softcap": 3.0, "logit_scale": 0.5},
+    {"reduction": "none", "bias": True, "z_loss": 1e-3},
+    {"reduction": "statistics", "label_smoothing": 0.1},
+    {"reduction": "sum", "bias": True, "softcap": 4.0, "label_smoothing": 0.1, "z_loss": 1e-3},
+]
+ROTARIES = [
+    {},
+    {"keys": False, "norm": True},
+    {"pairs": "interleaved", "angles": "pair", "regrouped": True},
+    {"temporal": 2, "height": 3, "norm": True, "offset": True},
+]
+ROUTINGS = [
+    {"renormalise": True},
+    {"activation": "sigmoid", "bias": True, "groups": 4, "top_groups": 2, "scale": 2.5},
+    {"activation": "sqrt_softplus", "groups": 2, "group_score": "max", "renormalise": True, "sum_eps": 1e-20},
 ]
 
 
@@ -133,6 +154,11 @@ def _rows():
         yield pytest.param(family, flags, marks=pytest.mark.slow if slow else ())
     for flags in CONVOLUTIONS:
         yield pytest.param("short_convolution", flags)
+    for family, rows in (("linear_cross_entropy", LOSSES), ("rotary", ROTARIES), ("routing", ROUTINGS)):
+        for flags in rows:
+            yield pytest.param(family, flags)
+    for flags in ({"centred": True, "bias": True}, {"centred": True, "gate": "silu", "residual": True}):
+        yield pytest.param("norm", flags)
     for flags in ({}, {"rounds": 0, "post_factor": 1.5}, {"rounds": 0, "post": False}):
         yield pytest.param("hyper_connection", flags)
 
