@@ -102,14 +102,15 @@ class Sandbox:
         limits: Limits | None = None,
         env: dict[str, str] | None = None,
         fds: Sequence[int] = (),
+        prefix: Sequence[str] = (),
     ) -> Running:
         """Start ``python -m module`` (of this project) confined: forked from the warm parent where there is one.
 
         The module's arguments are the numbers under which it inherits ``fds``, then ``args``. A warm parent never
-        serves a program that may use the GPU.
+        serves a program that may use the GPU, or that is run by another one (``prefix``, its command line).
         """
         parent = warm.shared()
-        if parent and not self.gpu and self.backend.confines and self.backend is not backends.BUBBLEWRAP:
+        if parent and not prefix and not self.gpu and self.backend.confines and self.backend is not backends.BUBBLEWRAP:
             try:
                 return process.start_warm(
                     parent,
@@ -125,7 +126,9 @@ class Sandbox:
             except warm.WarmUnavailable:
                 warm.give_up()
         argv, own = module_command(module, [*map(str, fds), *args])
-        return self.start(argv, scratch=scratch, read_only=read_only, limits=limits, env=own | (env or {}), fds=fds)
+        return self.start(
+            [*prefix, *argv], scratch=scratch, read_only=read_only, limits=limits, env=own | (env or {}), fds=fds
+        )
 
     def run(
         self,

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,16 +34,25 @@ class Examinee:
         answer_s: longest time for one answer: CPU seconds of the process, or :data:`PATIENCE` times as long by the
             clock. A machine that is busy with other work makes no candidate wrong.
         child: module that serves the requests; the candidate's by default.
+        prefix: command line that the process is run by; it is started afresh then.
     """
 
     def __init__(
-        self, sandbox: Sandbox, folder: Path, device: str, limits: Limits, answer_s: float, *, child: str = CHILD
+        self,
+        sandbox: Sandbox,
+        folder: Path,
+        device: str,
+        limits: Limits,
+        answer_s: float,
+        *,
+        child: str = CHILD,
+        prefix: Sequence[str] = (),
     ) -> None:
         self.given, self.work = folder / "given", folder / "work"
         for place in (folder, self.given, self.work):
             place.mkdir(exist_ok=True)
             place.chmod(0o755)
-        self._limits, self._answer_s = limits, answer_s
+        self.sandbox, self.limits, self._answer_s = sandbox, limits, answer_s
         child_reads, self._requests = os.pipe()
         self._replies, child_writes = os.pipe()
         try:
@@ -54,6 +64,7 @@ class Examinee:
                 limits=limits,
                 env={"OMP_NUM_THREADS": "1"},
                 fds=[child_reads, child_writes],
+                prefix=prefix,
             )
         finally:
             os.close(child_reads)
@@ -143,7 +154,7 @@ class Examinee:
                 self._cpu_seen, self._active = used, now
             elif now - self._active > IDLE_S:
                 raise Refusal(self._reason("idle"))
-        if now - self._started > self._limits.wall_s:
+        if now - self._started > self.limits.wall_s:
             raise Refusal(self._reason("time"))
         readable, reason = self._running.watch(self._replies if read else None, min(0.1, deadline - now))
         if reason and not (readable and reason == "exit"):
@@ -158,14 +169,23 @@ class Examinee:
             "": "its process ended early with status 0",
             "idle": f"it sleeps: no work for {IDLE_S:g} s",
             "time": f"it did not finish within {self._answer_s:g} s of work",
-            "output": f"it printed more than {self._limits.output_bytes >> 20} MiB",
-            "disk": f"it wrote more than {self._limits.scratch_bytes >> 20} MiB",
-            "memory": f"it used more than {self._limits.memory_bytes >> 20} MiB of memory",
-            "processes": f"it started more than {self._limits.processes} processes",
+            "output": f"it printed more than {self.limits.output_bytes >> 20} MiB",
+            "disk": f"it wrote more than {self.limits.scratch_bytes >> 20} MiB",
+            "memory": f"it used more than {self.limits.memory_bytes >> 20} MiB of memory",
+            "processes": f"it started more than {self.limits.processes} processes",
         }
         if outcome.reason in words:
             return words[outcome.reason]
         return f"its process died: {outcome.reason}" + (f" ({said[0][:300]})" if said[0] else "")
+
+    def leave(self, seconds: float = 60.0) -> None:
+        """Let the process end by itself: it does when nobody asks any more."""
+        os.close(self._requests)
+        self._requests = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+        deadline = time.monotonic() + seconds
+        with contextlib.suppress(Refusal):
+            while time.monotonic() < deadline:
+                self._turn(math.inf, read=False)
 
     _outcome: Outcome | None = None
 

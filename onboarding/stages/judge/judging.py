@@ -20,7 +20,7 @@ import torch
 from kernel_templates.spec import OperatorSpec
 from onboarding.problem import Problem
 from onboarding.sandbox import Limits, Sandbox
-from onboarding.stages.judge import modes, novel, steering, structure, trials, trying, work
+from onboarding.stages.judge import modes, novel, sanitizer, steering, structure, trials, trying, work
 from onboarding.stages.judge.examinee import Examinee, Refusal
 from onboarding.stages.judge.result import CaseReport, JudgeResult
 from onboarding.stages.judge.trials import Tally, Trial
@@ -34,7 +34,7 @@ NOT_RUN = {
         "timing: an interpreted kernel has no time that means anything",
         "offsets beyond 2^31 elements: they need more memory than a case on CPU may take",
     ],
-    "compiled": [],
+    "compiled": ["timing: the tuner and the benchmarks time kernels, the judge does not"],
 }
 """Checks that a level cannot have."""
 FAILED_CASES_ENOUGH = 3
@@ -57,6 +57,7 @@ class _Findings:
     tally: Tally = field(default_factory=Tally)
     modes: dict[str, bool] = field(default_factory=dict)
     operators: dict[str, int] = field(default_factory=dict)
+    not_run: list[str] = field(default_factory=list)
     child: dict[str, Any] = field(default_factory=dict)
 
 
@@ -159,10 +160,14 @@ def _try_all(
     progress(count, count, "is the work done by its kernels?")
     reasons, findings.operators = work.done_by_kernels(examinee, telling[0])
     findings.reasons += reasons
+    quickest = min(telling, key=_elements)
     if not findings.reasons:
         progress(count, count, "subsets of gradients, recomputed, compiled")
-        quickest = min(telling, key=_elements)
         findings.modes, reasons = modes.in_every_mode(examinee, quickest, random.Random(seed), compiled=True)
+        findings.reasons += reasons
+    if level == "compiled" and not findings.reasons:
+        progress(count, count, "compute-sanitizer")
+        reasons, findings.not_run = sanitizer.examine(examinee, quickest)
         findings.reasons += reasons
 
 
@@ -238,7 +243,7 @@ def _verdict(findings: _Findings, spec: OperatorSpec, source: bytes, device: str
         void_cases=tally.void,
         determinism="atomic" if declared(source, "DETERMINISM") == "atomic" else "bitwise",
         numbers_beyond=steering.beyond(spec, steering.numbers_in(source), level),
-        not_run=NOT_RUN[level],
+        not_run=[*NOT_RUN[level], *findings.not_run],
         judge_version=judge_version(spec.family),
         software={
             "python": platform.python_version(),
