@@ -13,7 +13,7 @@ LAST_LINE := awk -v tty=$$([ -t 2 ] && echo 1 || echo 0) \
 	END { if (tty) printf "\r\033[K" }'
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest
 
-.PHONY: demo test test-slow prove-ep lint format serve setup clean
+.PHONY: coverage-report demo test test-slow prove-ep lint format serve setup clean
 
 demo: .venv/.ready
 	@$(BIN)/onboard demo
@@ -30,6 +30,9 @@ test-slow: .venv/.ready-dev
 # trains small models over four processes and in one, and compares losses, norms, gradients and weights
 prove-ep: .venv/.ready
 	@OMP_NUM_THREADS=1 $(BIN)/python -m runtime.prove $(PROVE)
+
+coverage-report: .venv/.ready-dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.coverage --jobs 2 --report docs/coverage.md
 
 lint: .venv/.ready-dev
 	$(BIN)/ruff check .

@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import sys
 from pathlib import Path
 
@@ -26,7 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--only", action="append", default=[], help="entries whose key contains this")
     parser.add_argument("--again", action="store_true", help="measure again what is incomplete")
     parser.add_argument("--fresh", action="store_true", help="measure all again")
-    parser.add_argument("--part", choices=("parse", "twin"), action="append", default=[])
+    parser.add_argument("--part", choices=("parse", "twin", "roles"), action="append", default=[])
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=180.0, help="time limit of an entry")
     parser.add_argument("--results", type=Path, default=RESULTS)
@@ -38,15 +37,22 @@ def main(arguments: list[str] | None = None) -> int:
         if options.only and not any(text in f"{entry.key}$" for text in options.only):
             return False
         row = known.get(entry.key)
-        return row is None or options.fresh or (options.again and not row.complete)
+        missing = "roles" in options.part and row is not None and row.twin and not row.roles_claimed
+        return row is None or options.fresh or (options.again and (missing or not row.complete))
 
     entries = all_entries()
     chosen = [entry for entry in entries if wanted(entry)]
     if chosen:
-        from benchmarks.coverage.probe import measure
+        from benchmarks.coverage.probe import PARTS, measure
 
-        parts = tuple(options.part) or ("parse", "twin")
-        run = functools.partial(measure, parts=parts)
+        parts = tuple(options.part) or PARTS
+
+        def run(entry: Entry) -> Row:
+            row = known.get(entry.key)
+            if row is None or options.fresh or options.part:
+                return measure(entry, parts, row)
+            return measure(entry, row.incomplete, row)  # --again: what was shown need not be shown again
+
         sweep(chosen, options.results, run, jobs=options.jobs, seconds=options.seconds, report=_say)
     if options.report:
         from benchmarks.coverage.report import write_report

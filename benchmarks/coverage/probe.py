@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from typing import Any
 
@@ -15,14 +16,28 @@ from onboarding.stages.parse.analyse import analyse
 TOKENS = 4096
 
 
-def measure(entry: Entry, parts: tuple[str, ...] = ("parse", "twin")) -> Row:
-    """Parse the entry's default configuration and train its twin."""
+PARTS = ("parse", "twin", "roles")
+
+
+def measure(entry: Entry, parts: tuple[str, ...] = PARTS, known: Row | None = None) -> Row:
+    """Parse the entry's default configuration, train its twin, prove its roles.
+
+    Args:
+        entry: what to measure.
+        parts: which of :data:`PARTS`.
+        known: an earlier row, whose other parts are kept.
+    """
     torch.set_num_threads(1)
-    row = Row(mapping=entry.mapping, model_type=entry.model_type, class_name=entry.class_name)
+    new = Row(mapping=entry.mapping, model_type=entry.model_type, class_name=entry.class_name)
+    row = copy.deepcopy(known) if known is not None else new
     if "parse" in parts:
+        row.problem, row.instantiates, row.forward, row.backward, row.tower = None, False, False, False, None
         _parse(entry, row)
     if "twin" in parts:
+        row.twin, row.twin_problem, row.twin_losses = False, None, None
         _twin(entry, row)
+    if "roles" in parts and row.twin:
+        _roles(entry, row)
     return row
 
 
@@ -57,6 +72,16 @@ def _parse(entry: Entry, row: Row) -> None:
         row.novel = list(architecture.novel)
         row.warnings = list(architecture.warnings)
     row.seconds = round(time.monotonic() - started, 2)
+
+
+def _roles(entry: Entry, row: Row) -> None:
+    from onboarding.stages.parse.understand.prove import understand
+
+    started = time.monotonic()
+    found = understand(entry.config)
+    row.roles_claimed = len(found.proofs)
+    row.roles_proven = sum(proof.proven for proof in found.proofs)
+    row.roles_seconds = round(time.monotonic() - started, 2)
 
 
 def _twin(entry: Entry, row: Row) -> None:

@@ -25,8 +25,8 @@ class Row:
     layers: int = 0
     kinds: int = 0
     roles_proven: int = 0
+    """Claims about roles and variants that hold numerically on the twin, forward and backward."""
     roles_claimed: int = 0
-    """Operator uses and modules that match no known role."""
     novel: list[str] = field(default_factory=list)
     twin: bool = False
     """The twin's loss fell in 20 steps, every value finite, every parameter that can get a gradient got one."""
@@ -35,6 +35,7 @@ class Row:
     seconds: float = 0.0
     """Parse."""
     twin_seconds: float = 0.0
+    roles_seconds: float = 0.0
     problem: dict[str, Any] | None = None
     """problem+json of what stopped the parse."""
     twin_problem: dict[str, Any] | None = None
@@ -49,6 +50,16 @@ class Row:
     def complete(self) -> bool:
         """Everything that can be asked of the entry was shown."""
         return self.forward and self.backward and self.tower is not False and self.twin
+
+    @property
+    def incomplete(self) -> tuple[str, ...]:
+        """The parts that did not show everything, or were not measured."""
+        parsed = self.forward and self.backward and self.tower is not False
+        return tuple(
+            part
+            for part, done in (("parse", parsed), ("twin", self.twin), ("roles", self.roles_claimed > 0))
+            if not done
+        )
 
     def to_json(self) -> str:
         """One line."""

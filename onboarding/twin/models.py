@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from onboarding.problem import Problem
+from onboarding.stages.parse.backbones import missing_backbones
 from onboarding.stages.parse.build import build_model, config_for, quiet
 from onboarding.stages.parse.inputs import loss_of, parameters_of, with_image
+from onboarding.stages.parse.marked import modeling_modules
 from onboarding.twin.plan import TwinPlan
 
 NOISE = 0.1
@@ -82,6 +86,29 @@ def text_path(config: Any) -> tuple[str, ...]:
     return search(config) or ()
 
 
+_ROPE_DEFAULT = re.compile(r"rope_parameters\.get\(\s*\"(\w+)\",\s*(\[[\d,\s]+\])")
+
+
+def with_implied_rope(model: nn.Module, fields: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
+    """Fields with the rotary settings that the class reads with a default of its own, so that they can be made smaller.
+
+    Args:
+        model: the published model.
+        fields: of its config.
+        path: to the language model's config.
+    """
+    implied = {
+        name: json.loads(value)
+        for module in modeling_modules(model)
+        for name, value in _ROPE_DEFAULT.findall(inspect.getsource(module))
+    }
+    if path:
+        inner = with_implied_rope(model, fields[path[0]], path[1:])
+        return {**fields, path[0]: inner}
+    rope = fields.get("rope_parameters")
+    return {**fields, "rope_parameters": {**implied, **rope}} if implied and isinstance(rope, dict) else fields
+
+
 def text_of(config: Any) -> Any:
     """The language model's part of a config; the decoder where an encoder reads text too."""
     try:
@@ -128,7 +155,7 @@ def on_meta(config: Any) -> nn.Module:
     cls: Any = model_class(config)
     part = config_for(cls, config)
     try:
-        with torch.device("meta"), no_init_weights(), quiet():
+        with torch.device("meta"), no_init_weights(), missing_backbones(), quiet():
             model: nn.Module = cls(part)
     except Exception:  # a constructor that reads values: fake tensors carry those of constants
         model = build_model(config)[0]
@@ -255,7 +282,7 @@ def _instantiate(fields: dict[str, Any], dtype: torch.dtype, seed: int) -> nn.Mo
     config = resolve(fields)
     cls: Any = model_class(config)
     part = config_for(cls, config)
-    with torch.random.fork_rng(devices=[]), quiet():
+    with torch.random.fork_rng(devices=[]), missing_backbones(), quiet():
         torch.manual_seed(seed)
         model: nn.Module = cls._from_config(part, dtype=dtype, attn_implementation="eager", **_experts_eager(cls))
         enliven(model, torch.Generator().manual_seed(seed))

@@ -81,8 +81,8 @@ def _attempt(config: dict[str, Any], state: Attempt, *, layers_at_least: int, se
 
 def _full(config: dict[str, Any], state: Attempt) -> tuple[Any, nn.Module]:
     """The published model without memory."""
-    state.config = models.resolve(config)
     try:
+        state.config = models.resolve(config)
         return state.config, models.on_meta(state.config)
     except Problem:
         raise
@@ -102,10 +102,11 @@ def _search(
     whole: Any = published.config  # of a composite config, the part that the class takes
     text, path = models.text_fields(whole), models.text_path(whole)
     architectures = {"architectures": [type(published).__name__]}
+    known = models.with_implied_rope(published, models.fields_of(whole), path)
     per_layer = layers.per_layer_fields(text, len(layers.decoder_layers(published)[1]))
     all_kinds = layers.kinds(published, text, per_layer)
     for rule in shrink.rules_for(text, sequence_length):
-        small = shrink.shrink(models.fields_of(whole), rule)
+        small = shrink.shrink(known, rule)
         for chosen in layers.selections(all_kinds, layers_at_least):
             fields = {**_cut(small, path, text, chosen, len(all_kinds)), **architectures}
             label = f"{'tied' if rule.tied else 'free'} sizes (heads / {rule.heads:g}), layers {chosen}"

@@ -66,6 +66,8 @@ class Rule:
     experts: float
     tokens: int
     """Sequence length of the twin."""
+    rotary: tuple[tuple[int, int], ...] = ()
+    """(frequencies of the published model, frequencies of the twin): half of a head, or of its rotating part."""
 
 
 def rules_for(text: dict[str, Any], sequence_length: int) -> list[Rule]:
@@ -83,8 +85,12 @@ def rules_for(text: dict[str, Any], sequence_length: int) -> list[Rule]:
     linear = max([v for k, v in _ints(text) if k.startswith("linear_") and HEAD_COUNT.search(k)], default=1)
     window = 1 << max((sequence_length // 4).bit_length() - 1, 3)
 
+    share = _rotating_share(text)
+
     def rule(*, tied: bool, heads: float, head_dims: float, widths: float) -> Rule:
+        rotary = tuple((round(v * share / 2), round(_head_size(v, head_dims) * share / 2)) for v in dims)
         return Rule(
+            rotary=rotary,
             tied=tied,
             heads=heads,
             linear_heads=heads if tied else max(linear / LINEAR_HEADS, 1.0),
@@ -134,7 +140,8 @@ def _shrunk(key: str, value: Any, fields: dict[str, Any], rule: Rule, ids: dict[
 
 def _shrunk_list(key: str, values: list[Any], fields: dict[str, Any], rule: Rule, ids: dict[int, int]) -> list[Any]:
     if SECTION.search(key):  # rotary frequencies by modality: keep the proportions
-        return _parts(values, max(len(values), round(sum(values) / rule.head_dims)))
+        total = dict(rule.rotary).get(sum(values), round(sum(values) / rule.head_dims))
+        return _parts(values, max(len(values), total))
     whole = next((v for k, v in fields.items() if WIDTH.search(k) and v == sum(values)), None)
     if whole is not None and len(values) > 1 and all(isinstance(v, int) for v in values):
         return _parts(values, _width(whole, rule))  # parts of a width
@@ -186,12 +193,24 @@ def _size(key: str, value: int, fields: dict[str, Any], rule: Rule, ids: dict[in
     if HEAD_COUNT.search(key) or key.endswith("n_groups"):
         return max(1, round(value / (rule.linear_heads if key.startswith("linear_") else rule.heads)))
     if HEAD_SIZE.search(key):
-        return min(value, max(HEAD_DIM if value >= HEAD_DIM else value, round(value / rule.head_dims)))
+        return _head_size(value, rule.head_dims)
     if RANK.search(key):
         return min(value, 2 * STATE if value > 2 * 512 else STATE)
     if WIDTH.search(key) and value >= HEAD_DIM:
         return _width(value, rule)
     return value
+
+
+def _head_size(value: int, divisor: float) -> int:
+    return min(value, max(HEAD_DIM if value >= HEAD_DIM else value, round(value / divisor)))
+
+
+def _rotating_share(text: dict[str, Any]) -> float:
+    """The part of a head that rotates."""
+    rope = text.get("rope_parameters")
+    found = rope.get("partial_rotary_factor") if isinstance(rope, dict) else None
+    found = found or text.get("partial_rotary_factor")
+    return float(found) if isinstance(found, int | float) and 0 < found <= 1 else 1.0
 
 
 def _kv_heads(value: int, fields: dict[str, Any], rule: Rule) -> int:

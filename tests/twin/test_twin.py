@@ -12,6 +12,8 @@ from torch import nn
 
 from onboarding.problem import Problem
 from onboarding.twin import TwinPlan, build, derive, layers, models, shrink
+from onboarding.twin.learn import Learned
+from onboarding.twin.learn import learn as train
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*/config.json"))
 KINDS = {
@@ -214,3 +216,65 @@ def test_a_model_that_cannot_shrink_says_what_was_tried(monkeypatch: pytest.Monk
     assert caught.value.kind == "twin-not-derived"
     assert "free sizes" in caught.value.detail
     assert "shapes do not fit" in caught.value.detail
+
+
+FAST = ("codegen", "marian", "reformer")
+SLOW = (
+    "big_bird", "dory", "emu3", "gemma3n_text", "gemma4_assistant", "glm4v", "hrm_text", "recurrent_gemma", "xlstm",
+    "zamba2",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("model_type", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+def test_architectures_of_other_families_have_a_twin_that_learns(model_type: str) -> None:
+    plan = derive({"model_type": model_type}, assume=True)
+    learned = train(plan)
+    assert learned.good, learned.reason
+    assert learned.losses[-1] < learned.losses[0]
+    assert plan.sizes["parameters"] < 1_200_000
+
+
+def test_what_does_not_learn_says_so() -> None:
+    assert "is not finite" in Learned(losses=[3.0, float("nan")]).reason
+    assert "from 3.000 to 2.990" in Learned(losses=[3.0, 2.99]).reason
+    assert Learned(losses=[3.0, 1.0]).good
+
+
+def test_sections_of_a_stack_are_cut_like_its_layers() -> None:
+    fields = {"num_hidden_layers": 8, "n_input_layers": 2, "n_recurrent_layers": 4, "n_output_layers": 2}
+    assert layers.sections(fields, 8) == ["n_input_layers", "n_recurrent_layers", "n_output_layers"]
+    cut = layers.with_layers(fields, [0, 3, 4, 7], 8)
+    assert cut == {"num_hidden_layers": 4, "n_input_layers": 1, "n_recurrent_layers": 2, "n_output_layers": 1}
+    assert layers.sections({"num_hidden_layers": 8, "n_input_layers": 3, "n_output_layers": 2}, 8) == []
+
+
+def test_lists_and_patterns_of_a_stack_are_cut_like_its_layers() -> None:
+    fields = {
+        "num_hidden_layers": 4,
+        "layer_types": ["a", "b", "a", "c"],
+        "hybrid_override_pattern": "M*ME",
+        "attention_type": "lshx",  # a word as long as the stack is deep
+        "global_layer_idxs": [1, 3],
+        "per_layer_config": {"3": {"head_dim": 8}},
+        "num_kv_shared_layers": 2,
+    }
+    assert layers.with_layers(fields, [0, 1, 3], 4) == {
+        "num_hidden_layers": 3,
+        "layer_types": ["a", "b", "c"],
+        "hybrid_override_pattern": "M*E",
+        "attention_type": "lshx",
+        "global_layer_idxs": [1, 2],
+        "per_layer_config": {"2": {"head_dim": 8}},
+        "num_kv_shared_layers": 1,
+    }
+
+
+def test_lists_that_make_up_a_width_or_a_head_keep_doing_so() -> None:
+    fields = {
+        "hidden_size": 256, "num_attention_heads": 4, "head_dim": 64, "axial_pos_embds_dim": [64, 192],
+        "rope_parameters": {"mrope_section": [8, 12, 12], "rope_type": "default"},
+    }  # fmt: skip
+    small = shrink.shrink(fields, shrink.rules_for(fields, 64)[0])
+    assert sum(small["axial_pos_embds_dim"]) == small["hidden_size"] == 64
+    assert small["axial_pos_embds_dim"] == [16, 48]
+    assert sum(small["rope_parameters"]["mrope_section"]) == small["head_dim"] // 2 == 8

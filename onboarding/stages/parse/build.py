@@ -19,6 +19,7 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from onboarding.problem import Problem
+from onboarding.stages.parse.backbones import missing_backbones
 from onboarding.stages.parse.constants import small_constants
 
 _LANGUAGE_MAPPINGS = (
@@ -134,6 +135,7 @@ def build_model(config: Any, dtype: torch.dtype = torch.bfloat16) -> tuple[nn.Mo
     try:
         with (
             quiet(),
+            missing_backbones(),
             mode,
             small_constants(mode),
             no_init_weights(),

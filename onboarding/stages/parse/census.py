@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from onboarding.architecture import Census
-from onboarding.stages.parse.roles import EXPERTS, ROLES, LayerRoles, ModelRoles
+from onboarding.stages.parse.roles import EXPERTS, ROLES, LayerRoles, ModelRoles, named_module
 
 _MTP_FIELD = re.compile(r"(nextn|mtp).*(layers|modules)|(layers|modules).*(nextn|mtp)")
 
@@ -118,7 +118,7 @@ def count_parameters(model: nn.Module, config: Any, roles: ModelRoles) -> Census
         by_role[EXPERTS] -= unused_parameters(layer, roles.of_layer(index))
     built = sum(by_role.values())
     not_built = multi_token_prediction(model, config, roles)
-    embedding, head = _named(model, "get_input_embeddings"), _named(model, "get_output_embeddings")
+    embedding, head = named_module(model, "get_input_embeddings"), named_module(model, "get_output_embeddings")
     return Census(
         total=built + sum(not_built.values()),
         active=built - idle,
@@ -128,11 +128,3 @@ def count_parameters(model: nn.Module, config: Any, roles: ModelRoles) -> Census
         fp32_parameters=fp32,
         not_built=not_built,
     )
-
-
-def _named(model: Any, getter: str) -> Any:
-    """What a class says its embedding or head is; None where it does not say."""
-    try:
-        return getattr(model, getter)()
-    except (AttributeError, NotImplementedError):
-        return None

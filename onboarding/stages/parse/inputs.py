@@ -209,11 +209,13 @@ def parameters_of(function: Callable[..., Any]) -> dict[str, Any]:
     return {n: p for n, p in inspect.signature(function).parameters.items() if n != "self" and p.kind not in kinds}
 
 
-def text_inputs(parameters: dict[str, Any], ids: torch.Tensor) -> Inputs:
+def text_inputs(parameters: dict[str, Any], ids: torch.Tensor, config: Any) -> Inputs:
     """A sequence of tokens as input and labels, for the decoder too where a class has its own."""
     given: Inputs = {"labels": ids} if "labels" in parameters else {}
     for name in parameters:
-        if name in ("input_ids", "decoder_input_ids", "qformer_input_ids"):
+        if name in ("state", "noise", "timestep", "actions"):
+            given[name] = _robot(name, config)
+        elif name in ("input_ids", "decoder_input_ids", "qformer_input_ids"):
             given[name] = ids if name != "qformer_input_ids" else ids[:, :8]
         elif name == "bbox":
             given[name] = ids.new_zeros(*ids.shape, 4)
@@ -237,8 +239,8 @@ def with_image(model: Any, ids: torch.Tensor) -> Iterator[Inputs]:
     if "shared_kv_states" in parameters:
         # asked for hidden states, the class computes every position, not only the last
         yield {**_states_of_another_model(model, ids), "use_cache": False, "output_hidden_states": True}
-    if text_inputs(parameters, ids).keys() - {"input_ids", "labels"}:
-        yield {**text_inputs(parameters, ids), "use_cache": False}
+    if text_inputs(parameters, ids, model.config).keys() - {"input_ids", "labels"}:
+        yield {**text_inputs(parameters, ids, model.config), "use_cache": False}
     if "patch_lengths" in parameters_of(getattr(model, "model", model).forward):  # else found by values of the data
         size = max(int(getattr(model.config, "patch_size", 4)), 1)
         lengths = ids.new_full((ids.shape[0], -(-ids.shape[1] // size)), size)
@@ -249,7 +251,7 @@ def with_image(model: Any, ids: torch.Tensor) -> Iterator[Inputs]:
         images = next((t.shape[1] for t in given.values() if isinstance(t, torch.Tensor) and t.dim() == 5), 1)
         if "image_attention_mask" in parameters:
             given["image_attention_mask"] = ids.new_ones(*ids.shape, images)
-        yield {**given, **text_inputs(parameters, ids), "use_cache": False}
+        yield {**given, **text_inputs(parameters, ids, model.config), "use_cache": False}
 
 
 def _states_of_another_model(model: Any, ids: torch.Tensor) -> Inputs:
@@ -282,6 +284,14 @@ def loss_of(output: Any, ids: torch.Tensor) -> torch.Tensor:
 _LIMITS = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "max_sequence_length", "seq_length")
 _OFFSET = 8
 """A table of learned positions may have a few rows more than positions."""
+
+
+def _robot(name: str, config: Any) -> torch.Tensor:
+    """The state of a robot, or a chunk of its actions: what an action model reads and predicts."""
+    state, action = _number(config, "max_state_dim", "state_dim") or 32, _number(config, "max_action_dim", "action_dim")
+    chunk = _number(config, "chunk_size", "n_action_steps") or 50
+    shapes = {"state": (1, state), "timestep": (1,)}
+    return torch.zeros(shapes.get(name, (1, chunk, action or 32)))
 
 
 def stated_limit(model: Any) -> int | None:

@@ -66,8 +66,8 @@ _ONE_STEP_A_TOKEN = re.compile(r"range\((\w*seq\w*|\w*length|\w+\.shape\[1\]|\w+
 def own_loops(module: ModuleType, *, forwards: bool = False) -> list[MarkedFunction]:
     """Functions and methods of a modeling file that take one step a token in Python, though nothing marks them.
 
-    A method that uses submodules is left alone, since what it holds must be traced; with ``forwards``, the forwards that
-    hold such a loop instead, which only a run can tell from a loop for decoding.
+    A method that uses submodules is left alone, since what it holds must be traced; with ``forwards``, the forwards
+    that hold such a loop instead, which only a run can tell from a loop for decoding.
     """
     found = []
     for owner in (

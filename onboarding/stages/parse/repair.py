@@ -17,6 +17,7 @@ import ast
 import copy
 import importlib
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -95,6 +96,8 @@ def _with_field(error: Exception, cause: BaseException, root: Any, repairs: list
         return error
     if "field" not in error.extra:
         faults = faults_of(cause)
+        if not any(fault.unset for fault in faults):
+            faults = [*_by_number(root, cause), *faults]
         if faults:
             first = faults[0]
             path = ".".join((*(_path_to(root, first.config) or ()), first.name))
@@ -104,6 +107,23 @@ def _with_field(error: Exception, cause: BaseException, root: Any, repairs: list
     if repairs:
         error.extra["repairs"] = [repair.words for repair in repairs]
     return error
+
+
+def _by_number(root: Any, error: BaseException) -> list[Fault]:
+    """Fields whose value the message quotes, those whose name it quotes too first."""
+    text = str(error)
+    numbers = {int(n) for n in re.findall(r"\d+", text) if int(n) > 1}
+    words = set(re.findall(r"[a-z]+", text.lower()))
+    found = []
+    for owner, _ in _each(root) if root is not None else ():
+        for name, value in vars(owner).items():
+            if isinstance(value, int) and not isinstance(value, bool) and value in numbers:
+                common = len(words & set(name.split("_")) - {"num", "size"})
+                found.append((common, Fault(config=owner, name=name, value=value, where="the message")))
+    # a number that one field alone holds points at it
+    shared = Counter(fault.value for _, fault in found)
+    found.sort(key=lambda pair: (shared[pair[1].value], -pair[0]))
+    return [fault for common, fault in found if common]
 
 
 # ---- where ------------------------------------------------------------------------------------------------------
@@ -221,19 +241,26 @@ _DIVISIBLE = re.compile(r"divisible by|multiple of")
 
 def _divisible(root: Any, error: BaseException) -> list[Repair]:
     """Head counts that do not divide the width: the nearest count that does, larger first."""
-    if not _DIVISIBLE.search(str(error)):
+    told = _DIVISIBLE.search(str(error)) is not None
+    if not told and not (isinstance(error, RuntimeError) and re.search(r"size|dimension|shape", str(error))):
         return []
     numbers = {int(n) for n in re.findall(r"\d+", str(error))}
     found = []
     for owner, path in _each(root):
         heads, width = _read(owner, "num_attention_heads"), _read(owner, "hidden_size")
-        if isinstance(heads, int) and isinstance(width, int) and {heads, width} <= numbers and width % heads:
+        free = not told and not path_is_tower(path) and _read(owner, "head_dim") is None
+        if isinstance(heads, int) and isinstance(width, int) and width % heads and (free or {heads, width} <= numbers):
             counts = [n for n in range(1, width) if width % n == 0]
             best = min(counts, key=lambda n: (abs(n - heads), -n))
             found.append(
                 Repair(path=(*path, "num_attention_heads"), value=best, why=f"{heads} heads do not divide {width}")
             )
     return found
+
+
+def path_is_tower(path: tuple[str, ...]) -> bool:
+    """Whether a nested configuration is a tower's."""
+    return any("vision" in name or "audio" in name for name in path)
 
 
 def _rope(root: Any, error: BaseException, faults: list[Fault]) -> list[Repair]:
@@ -255,6 +282,10 @@ def _rope(root: Any, error: BaseException, faults: list[Fault]) -> list[Repair]:
                 _int(owner, "num_attention_heads") or 1
             )
             share = 2 * sum(sections) / head if head else 0
+            part = settings.get("partial_rotary_factor") or 1.0
+            if not head:  # the width is no multiple of the heads: a head is what its sections fill
+                size, why = round(2 * sum(sections) / part), f"its rotary sections {sections} fill it"
+                found.append(Repair(path=(*path, "head_dim"), value=size, why=why))
             if head and 0 < share < 1 and wanted != sum(sections) and "partial_rotary_factor" not in settings:
                 found.append(
                     Repair(
@@ -267,6 +298,16 @@ def _rope(root: Any, error: BaseException, faults: list[Fault]) -> list[Repair]:
                         why=f"the rotary sections {sections} cover {2 * sum(sections)} of {head}",
                     )
                 )
+        if (
+            isinstance(error, TypeError)
+            and isinstance(settings, dict)
+            and any(fault.config is owner and fault.name == "rope_parameters" for fault in faults)
+        ):
+            half = (_int(owner, "head_dim") or _head_dim(owner) or 0) // 2
+            if half and half % 4 == 0 and not settings.get("mrope_section"):
+                value = {**settings, "mrope_section": [half // 4] * 4}
+                why = "equal parts of half a head: the class needs sections and gives none"
+                found.append(Repair(path=(*path, "rope_parameters"), value=value, why=why))
     return found
 
 

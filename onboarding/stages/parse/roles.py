@@ -239,8 +239,7 @@ class ModelRoles:
 def find_roles(model: Any, structure: Structure, trace: Trace) -> ModelRoles:
     """Roles of every module."""
     outside: dict[str, str] = {}
-    embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    embedding, head = named_module(model, "get_input_embeddings"), named_module(model, "get_output_embeddings")
     inside = structure.decoder_prefix
     for name, module in model.named_modules():
         if module is embedding:
@@ -256,6 +255,14 @@ def find_roles(model: Any, structure: Structure, trace: Trace) -> ModelRoles:
         by_kind={kind.first: layer_roles(structure, kind, trace) for kind in structure.kinds},
         outside=outside,
     )
+
+
+def named_module(model: Any, getter: str) -> Any:
+    """What a class says its embedding or head is; None where it does not say."""
+    try:
+        return getattr(model, getter)()
+    except (AttributeError, NotImplementedError):
+        return None
 
 
 def _tower(name: str, decoder: str) -> str | None:

@@ -13,6 +13,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from onboarding.problem import Problem
+from onboarding.stages.parse.backbones import missing_in
 from onboarding.stages.parse.build import quiet
 from onboarding.stages.parse.constants import small_constants
 from onboarding.stages.parse.growth import SHORTEST
@@ -129,6 +130,8 @@ def _loss(model: Any, structure: Structure, ids: torch.Tensor, tracer: Tracer) -
             continue
         if failure is not None:
             tracer.note(f"the class does not run on text alone: it was given {', '.join(sorted(given))}")
+            if any("pixel" in name or "patches" in name for name in given):
+                tracer.trace.tower = True  # the image goes through it in this very step
         return loss_of(output, ids)
     assert failure is not None
     if len(tried) > 1:
@@ -178,7 +181,11 @@ def _step(
 def _tower_step(model: nn.Module, mode: FakeTensorMode, structure: Structure, tracer: Tracer) -> None:
     """One image through the vision tower, forward and backward."""
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
-    if not tower_modules(model, structure.prefix):
+    if (missing := missing_in(model)) is not None:
+        tracer.trace.tower = False
+        tracer.note(f"the vision tower is timm's {missing}: not counted and not traced, since timm is not installed")
+        return
+    if tracer.trace.tower or not tower_modules(model, structure.prefix):
         return
     with quiet(), mode, small_constants(mode), leaves_in_place(model, tracer, lambda _: None):
         call, tried = find_tower_call(model, structure.prefix, dtype, tracer)
