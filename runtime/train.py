@@ -156,6 +156,11 @@ class Run:
             data = self._data(self._resume())
             ended.callback(data.close)
             stopped = self._steps(data)
+        if stopped and self.writer.failed is not None:
+            detail = f"{self.writer.failed}; started again, the run goes on from the checkpoint before"
+            raise Refused(
+                "not-saved", f"stopped after step {self.step} by {stopped}, and it could not be saved", detail
+            )
         if stopped:
             self.voice.say("stopped", step=self.step, why=stopped)
             return 1 if self.alerted else 0

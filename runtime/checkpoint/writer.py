@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from runtime.checkpoint import folder, remote
-from runtime.checkpoint.state import State, staged
+from runtime.checkpoint.state import State, size_of, staged
 from runtime.config import CheckpointConfig
 
 Report = Callable[[dict[str, Any]], None]
@@ -111,6 +111,8 @@ class Writer:
             failure = f"rank {rank}: {type(cause).__name__}: {cause}"
         except OSError as error:
             failure = f"rank {self._rank}: {type(error).__name__}: {error}"
+        if failure is not None:
+            failure += _disk_words(self.root, size_of(state))
         gathered: list[Any] = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(gathered, (failure, self._digests), self._group)
         self._digests = {name: digest for _, part in gathered for name, digest in part.items()}
@@ -136,3 +138,9 @@ class Writer:
             self._report({"kind": "upload", "step": step, "path": self.config.upload})
         except Exception as error:  # every store has its own errors; the local checkpoint is there
             self._report({"kind": "upload-failed", "step": step, "why": f"{type(error).__name__}: {error}"})
+
+
+def _disk_words(root: Path, wanted: int) -> str:
+    """Torch's own writer says of a full disk only that a position is unexpected."""
+    free = shutil.disk_usage(root).free
+    return f" (the disk is full: {free} bytes are free, {wanted} are wanted)" if free < wanted else ""

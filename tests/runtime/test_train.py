@@ -296,6 +296,15 @@ def test_a_full_disk_leaves_the_checkpoint_before_and_the_run_goes_on(
     assert not list((Path(config.output) / "checkpoints").glob("*.partial"))
 
 
+def test_a_stop_that_cannot_be_saved_is_not_called_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(folder, "commit", full)
+    with pytest.raises(Refused, match=r"could not be saved.*No space left"):
+        trained(a_run(tmp_path, steps=3), stop_at(1))
+
+
 def test_what_was_left_half_written_is_no_checkpoint(tmp_path: Path) -> None:
     config = a_run(tmp_path, steps=2)
     half = Path(config.output) / "checkpoints" / "step-00000001.partial"
