@@ -176,6 +176,15 @@ def test_complete_fills_in_an_architecture(parsed: Any) -> None:
     assert Architecture.model_validate_json(architecture.model_dump_json()) == architecture
 
 
+@pytest.mark.slow
+def test_attention_residuals_and_rows_of_positions() -> None:
+    residual = understood("inkling2_text").roles[1].residual
+    assert residual is not None
+    assert residual.kind == "attention residuals"
+    # mrope_section [11, 11, 10] at the twin's head size
+    holds(mixer("qwen3_5_text", 3), positions="multimodal rope", rotary_dims=64)
+
+
 # ---- lies -----------------------------------------------------------------------------------------------------------
 
 

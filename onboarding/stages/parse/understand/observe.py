@@ -249,25 +249,26 @@ def run_ids(model: Any, seed: int, tokens: int = TOKENS) -> Tensor:
     return torch.randint(vocabulary, (BATCH, tokens), generator=torch.Generator().manual_seed(seed))
 
 
-def observe(model: Any, *, seed: int = 0, shift: int = 0, **inputs: Any) -> Observation:
+def observe(model: Any, *, seed: int = 0, shift: int = 0, stream: int | None = None, **inputs: Any) -> Observation:
     """Run the twin once, dropout off, gradients on.
 
     Args:
         model: the twin.
         seed: of the token ids.
         shift: added to every position that the model counts from 0.
+        stream: of positions that come in several rows (time, height, width), move this one alone.
         inputs: more arguments of the model's forward.
     """
     model.eval()
     observation = Observation(model, run_ids(model, seed, tokens_for(model)))
     recorder = _Recorder(observation)
-    with quiet(), _watched(recorder), _shifted(model, shift), recorder, torch.enable_grad():
+    with quiet(), _watched(recorder), _shifted(model, shift, stream), recorder, torch.enable_grad():
         observation.output = model(input_ids=observation.ids, use_cache=False, **inputs)
     return observation
 
 
 @contextmanager
-def _shifted(model: nn.Module, shift: int) -> Iterator[None]:
+def _shifted(model: nn.Module, shift: int, stream: int | None) -> Iterator[None]:
     """Add to the positions that modules are given, wherever they count 0, 1, 2 ... along the sequence."""
     handles = []
 
@@ -275,8 +276,8 @@ def _shifted(model: nn.Module, shift: int) -> Iterator[None]:
         rotary = not any(True for _ in module.parameters())
         if next(module.children(), None) is not None and not rotary:
             return None
-        moved = tuple(_moved(a, shift, rotary) for a in args)
-        return moved, {name: _moved(value, shift, rotary) for name, value in kwargs.items()}
+        moved = tuple(_moved(a, shift, rotary, stream) for a in args)
+        return moved, {name: _moved(value, shift, rotary, stream) for name, value in kwargs.items()}
 
     if shift:
         handles = [m.register_forward_pre_hook(hook, with_kwargs=True) for m in model.modules()]
@@ -287,10 +288,16 @@ def _shifted(model: nn.Module, shift: int) -> Iterator[None]:
             handle.remove()
 
 
-def _moved(value: Any, shift: int, rotary: bool) -> Any:
+def _moved(value: Any, shift: int, rotary: bool, stream: int | None) -> Any:
     """A tensor of positions moved on: any integers that a module without weights reads, else a count 0, 1, 2 ..."""
     if not isinstance(value, Tensor) or value.is_floating_point() or value.dtype == torch.bool or value.dim() < 1:
         return value
+    if stream is not None:
+        if not (rotary and value.dim() == 3 and value.shape[0] > stream):
+            return value
+        moved = value.clone()
+        moved[stream] += shift
+        return moved
     if rotary:
         return value + shift
     steps = torch.arange(value.shape[-1])

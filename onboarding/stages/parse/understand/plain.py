@@ -66,7 +66,15 @@ def _call(scores: Call, soft: Call, values: Call, tokens: int) -> Call | None:
     q, k, v = shapes
     scale, mask = _scale_and_mask(q, k, soft.inputs["x"].reshape(1, heads, tokens, tokens))
     output = values.output.reshape(1, heads, tokens, -1).transpose(1, 2)
-    inputs: dict[str, Any] = {"q": q, "k": k, "v": v, "mask": mask, "kwargs": {"scaling": scale}, "rest": (), "module": None}
+    inputs: dict[str, Any] = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "mask": mask,
+        "kwargs": {"scaling": scale},
+        "rest": (),
+        "module": None,
+    }
     inputs["live"] = (pair[0], pair[1], last[1])
     call = Call("attention", soft.path, "written attention", inputs, output, position=soft.position)
     return call if scale is not None else None

@@ -33,9 +33,21 @@ class Rotation:
 
 
 def understand_positions(
-    call: Call, shifted: Call | None, role: MixerRole, model: Any, ledger: Ledger, sizes: Sizes
+    call: Call,
+    shifted: Call | None,
+    streams: list[Call],
+    role: MixerRole,
+    model: Any,
+    ledger: Ledger,
+    sizes: Sizes,
 ) -> None:
-    """How an attention call sees positions."""
+    """How an attention call sees positions.
+
+    Args:
+        call: as the model counts.
+        shifted: the same with all positions moved on.
+        streams: with one row of positions (time, height, width) moved on at a time; none: there is one row.
+    """
     if role.bias == "alibi":
         role.positions = "alibi"
         ledger.claim("positions", "ALiBi: scores fall with the distance", "the mask's slopes", 0.0, 0.0)
@@ -60,6 +72,8 @@ def understand_positions(
         role.rotary_dims = rotation.dims * role.head_dim // dim
     words = f"{role.positions}, {rotation.style} pairs, {role.rotary_dims} of {role.head_dim} channels"
     ledger.claim("positions", words, SHIFTED + ": one rotation a pair", rotation.error, ANGLE)
+    if streams:
+        _multimodal(call, streams, rotation, role, ledger)
     name, error = nearest_formula(rotation, model, sizes)
     if name:
         ledger.claim("positions", f"frequencies: {name}", "measured angles against the formula", error, ANGLE)
@@ -67,6 +81,19 @@ def understand_positions(
         ledger.unproven(
             "positions", "frequencies of the rotary embedding", f"no formula gives the measured angles ({error:.1e})"
         )
+
+
+def _multimodal(call: Call, streams: list[Call], rotation: Rotation, role: MixerRole, ledger: Ledger) -> None:
+    """Each rotated channel follows one row of positions."""
+    rows = torch.stack([_moved(call.inputs["q"], s.inputs["q"]) for s in streams])
+    block = rows[:, rotation.start : rotation.start + rotation.dims]
+    wrong = int((block.sum(0) != 1).sum())
+    pairs = [int(row.sum()) // 2 for row in block]
+    if sum(1 for n in pairs if n) < 2:
+        return
+    role.positions = "multimodal rope"
+    claim = f"multimodal rope: pairs in the proportions {' : '.join(map(str, pairs))} follow time, height, width"
+    ledger.claim("positions", claim, "queries with one row of positions moved on", float(wrong), 0.0)
 
 
 def _moved(a: Tensor, b: Tensor) -> Tensor:
@@ -163,6 +190,11 @@ def _angle_error(inverse: Tensor, angles: Tensor) -> float:
 
 def _published_positions(config: Any) -> int:
     return int(getattr(config.get_text_config(), "max_position_embeddings", 0) or 0)
+
+
+def multimodal(config: Any) -> bool:
+    """Whether a configuration shares the rotary channels out between rows of positions."""
+    return any("mrope" in name for settings in rope_settings(config) for name in settings)
 
 
 def rope_settings(config: Any) -> list[dict[str, Any]]:

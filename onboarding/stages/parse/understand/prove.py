@@ -31,7 +31,7 @@ from onboarding.stages.parse.understand.novel import keep_subgraph
 from onboarding.stages.parse.understand.observe import Call, Observation, observe
 from onboarding.stages.parse.understand.parts import LayerView, Part, view_layer
 from onboarding.stages.parse.understand.plain import written_attention
-from onboarding.stages.parse.understand.positions import SHIFT, understand_positions
+from onboarding.stages.parse.understand.positions import SHIFT, multimodal, understand_positions
 from onboarding.stages.parse.understand.recurrences import prove_causal, understand_convolution, understand_recurrence
 from onboarding.stages.parse.understand.residuals import understand_residual
 from onboarding.twin import TwinPlan, derive, models
@@ -50,6 +50,16 @@ class Understanding:
     facts: ModelFacts | None = None
     proofs: list[Proof] = field(default_factory=list)
     novel: list[NovelReference] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Moved:
+    """The first step with its positions moved on."""
+
+    all: Observation | None
+    """All of them; None: the model does not run so."""
+    streams: list[Observation]
+    """One row at a time, where positions have rows for time, height and width."""
 
 
 def prove(architecture: Architecture, config: dict[str, Any], *, plan: TwinPlan | None = None) -> list[Proof]:
@@ -147,7 +157,7 @@ def understand_twin(full: nn.Module, twin: Any, layers: list[int], kinds: list[l
         warnings.simplefilter("ignore")
         _fill_tables(twin)
         steps = (observe(twin, seed=0), observe(twin, seed=1))
-        shifted = _shifted(twin)
+        moved = Moved(_shifted(twin), _streams(twin))
         found = Understanding()
         prefix, stack = find_layers(twin, twin.config)
         _, full_stack = find_layers(full, full.config)
@@ -160,7 +170,7 @@ def understand_twin(full: nn.Module, twin: Any, layers: list[int], kinds: list[l
                 models.text_fields(twin.config),
                 models.text_fields(full.config),
             )
-            found.roles[stands_for] = _layer(steps, shifted, f"{prefix}.{index}", index, ledger, sizes)
+            found.roles[stands_for] = _layer(steps, moved, f"{prefix}.{index}", index, ledger, sizes)
             found.proofs += ledger.proofs
             found.novel += [n for n in ledger.novel if n.module not in {k.module for k in found.novel}]
         ledger = Ledger()
@@ -190,6 +200,12 @@ def _positions(proofs: list[Proof]) -> str:
     return "; ".join(dict.fromkeys(said))
 
 
+def _streams(twin: Any) -> list[Observation]:
+    if not multimodal(twin.config):
+        return []
+    return [observe(twin, seed=0, shift=SHIFT, stream=stream) for stream in range(3)]
+
+
 def _shifted(twin: Any) -> Observation | None:
     try:
         return observe(twin, seed=0, shift=SHIFT)
@@ -210,7 +226,7 @@ def _final_norms(step: Observation, prefix: str, ledger: Ledger) -> None:
 
 def _layer(
     steps: tuple[Observation, Observation],
-    shifted: Observation | None,
+    moved: Moved,
     path: str,
     index: int,
     ledger: Ledger,
@@ -219,7 +235,7 @@ def _layer(
     view = view_layer(steps[0], path, index)
     roles = BlockRoles()
     for part in view.of("mixer"):
-        roles.mixers += _mixer(part, steps, shifted, ledger, sizes)
+        roles.mixers += _mixer(part, steps, moved, ledger, sizes)
     for part in view.of("feed-forward"):
         roles.feed_forwards.append(understand_feed_forward(part, steps, ledger, sizes, path))
     roles.residual = understand_residual(view, steps[0], ledger)
@@ -229,15 +245,17 @@ def _layer(
 
 
 def _mixer(
-    part: Part, steps: tuple[Observation, Observation], shifted: Observation | None, ledger: Ledger, sizes: Sizes
+    part: Part, steps: tuple[Observation, Observation], moved: Moved, ledger: Ledger, sizes: Sizes
 ) -> list[MixerRole]:
     found: list[MixerRole] = []
     calls = _attention(part, steps[0])
-    others = _attention(part, shifted) if shifted is not None else []
+    others = _attention(part, moved.all) if moved.all is not None else []
+    rows = [_attention(part, step) for step in moved.streams]
     for place, call in enumerate(calls):
         role = understand_attention(part, call, steps, ledger, sizes)
-        moved = others[place] if place < len(others) else None
-        understand_positions(call, moved, role, steps[0].model, ledger, sizes)
+        shifted = others[place] if place < len(others) else None
+        streams = [calls[place] for calls in rows if place < len(calls)]
+        understand_positions(call, shifted, streams, role, steps[0].model, ledger, sizes)
         found.append(role)
     states = understand_recurrence(part, steps[0], ledger, sizes, attended=bool(found))
     if states:

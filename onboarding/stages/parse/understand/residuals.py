@@ -34,6 +34,9 @@ def understand_residual(view: LayerView, step: Observation, ledger: Ledger) -> R
     terms = _terms(view, step)
     if terms and y.numel() > terms[0].value.numel() and y.numel() % terms[0].value.numel() == 0:
         return _hyper(view, x, y, terms, ledger)
+    role = _attention_residuals(view, ledger)
+    if role is not None:
+        return role
     for count, others in enumerate(_others(view, terms, y.numel())):
         error, fit = fit_sum([x, *(t.value for t in others)], y)
         if error <= EXACT:
@@ -121,6 +124,53 @@ def _sum_role(
         return ResidualRole(kind=kind)
     ledger.claim("residual", f"residual: {words}", IDENTITY + " (least squares)", error, EXACT)
     return ResidualRole(kind=kind, scale=scales[0] if scaled and scales else 1.0)
+
+
+def _attention_residuals(view: LayerView, ledger: Ledger) -> ResidualRole | None:
+    """A part reads a stack of earlier states and gives, for each token, a weighted mean of them (softmax weights)."""
+    worst, most, found = 0.0, 0, 0
+    for part in view.of("other"):
+        rows = _stack(part)
+        if rows is None:
+            continue
+        y = part.output.detach().double().reshape(rows.shape[0], -1)
+        if y.shape[-1] != rows.shape[-1]:
+            continue
+        normed = rows * torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + 1e-6)
+        error = min(_mean_error(rows, y), _mean_error(normed, y))
+        if error <= EXACT:
+            worst, most, found = max(worst, error), max(most, rows.shape[1]), found + 1
+    if not found:
+        return None
+    check = "each token as a mean of the stacked states: least squares, weights positive with sum 1"
+    ledger.claim("residual", f"attention residuals over up to {most} earlier states", check, worst, EXACT)
+    return ResidualRole(kind="attention residuals")
+
+
+def _stack(part: Part) -> Tensor | None:
+    """The states that a part reads, [tokens, N, D]: one stacked tensor and single ones, or several single ones."""
+    width = part.output.shape[-1]
+    tokens = part.output.numel() // width
+    rows = []
+    for t in dict.fromkeys(part.call.tensors()):
+        if not t.is_floating_point() or t.shape[-1] != width or t.numel() % (tokens * width):
+            continue
+        count = t.numel() // (tokens * width)
+        states = t.detach().double()
+        if t.dim() >= 4 and t.shape[0] == count != part.output.shape[0]:  # stacked in front
+            states = states.movedim(0, -2)
+        rows.append(states.reshape(tokens, count, width))
+    found = torch.cat(rows, dim=1) if rows else None
+    return found if found is not None and 2 <= found.shape[1] < width // 2 else None
+
+
+def _mean_error(rows: Tensor, y: Tensor) -> float:
+    """How far y is from a mean of the rows with positive weights."""
+    weights = torch.linalg.pinv(rows.transpose(1, 2), rtol=1e-9) @ y[..., None]
+    error = float(((rows.transpose(1, 2) @ weights).squeeze(-1) - y).norm() / y.norm().clamp_min(1e-12))
+    total = float((weights.sum(1) - 1).abs().max())
+    alike = bool((rows - rows[:, :1]).abs().max() < 1e-9)
+    return max(error, total if not alike else 0.0, -float(weights.min()))
 
 
 def _per_channel(x: Tensor, y: Tensor, terms: list[_Term], ledger: Ledger) -> ResidualRole | None:
