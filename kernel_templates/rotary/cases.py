@@ -63,7 +63,12 @@ def make_tensors(
         return torch.randn(*size, generator=generator, device=generator.device)
 
     batch = 1 if case.options.get("shared") else d["batch"]
-    shape = (*((3,) if spec.temporal else ()), batch, d["tokens"], d["rotary_dim"])
+    shape = (
+        *((3,) if spec.temporal else ()),
+        batch,
+        d["tokens"],
+        d["rotary_dim"] // (2 if spec.angles == "half" else 1),
+    )
     angle = 3.0 * normal(*shape)
     scale = 1.3 if case.distribution == "scaled" else 1.0
     size = 30.0 if case.distribution == "large" else 1.0

@@ -31,6 +31,8 @@ def angles(table: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
         parts = [p for half in table.chunk(2, dim=-1) for p in half.split(sizes, dim=-1)]
         table = torch.cat([part[i % 3] for i, part in enumerate(parts)], dim=-1)
     table = table.unsqueeze(-2)
+    if spec.angles == "half":
+        return table, table
     half = table.shape[-1] // 2
     if spec.angles == "pair":
         return table[..., :half], table[..., :half]
@@ -41,7 +43,7 @@ def angles(table: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor, spec: Spec) -> Tensor:
     """x [B, T, H, D] with its first R channels turned."""
-    size = cos.shape[-1]
+    size = cos.shape[-1] * (2 if spec.angles == "half" else 1)
     turned, passed = x[..., :size], x[..., size:]
     (cos_a, cos_b), (sin_a, sin_b) = angles(cos, spec), angles(sin, spec)
     half = size // 2

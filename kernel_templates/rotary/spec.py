@@ -8,7 +8,7 @@ from typing import ClassVar
 from kernel_templates.spec import DTYPE_BYTES, OperatorSpec, TensorRole, dim
 
 PAIRS = ("half", "interleaved")
-ANGLES = ("channel", "pair")
+ANGLES = ("channel", "pair", "half")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +23,7 @@ class Spec(OperatorSpec):
     key_heads: int = dim()
     head_dim: int = dim()
     rotary_dim: int = dim()
-    """R: size of the last dim of cos and sin, at most that of a head."""
+    """R: how many channels turn, the size of the last dim of cos and sin (twice that for ``half``)."""
     keys: bool = True
     """There are keys beside the queries."""
     pairs: str = "half"
@@ -31,7 +31,8 @@ class Spec(OperatorSpec):
     regrouped: bool = False
     """Interleaved pairs come out as halves (DeepSeek's convention)."""
     angles: str = "channel"
-    """``channel``: every channel has its own cos and sin; ``pair``: those of pair i stand at i."""
+    """``channel``: every channel has its own cos and sin; ``pair``: those of pair i stand at i; ``half``: the
+    same, and cos and sin hold nothing else (gpt-oss)."""
     temporal: int = 0
     """Multimodal: cos and sin [3, ...] have an axis for time, height and width, and this many pairs take time's."""
     height: int = 0
@@ -50,6 +51,8 @@ class Spec(OperatorSpec):
             raise ValueError("sizes must be positive")
         if not 2 <= self.rotary_dim <= self.head_dim or self.rotary_dim % 2:
             raise ValueError(f"rotary_dim must be even, from 2 to the head's {self.head_dim}, not {self.rotary_dim}")
+        if self.temporal and self.angles == "half":
+            raise ValueError("multimodal tables must be whole")
         if self.regrouped and self.pairs != "interleaved":
             raise ValueError("only interleaved pairs are regrouped")
         if min(self.temporal, self.height) < 0 or 2 * (self.temporal + self.height) >= self.rotary_dim:
@@ -58,7 +61,7 @@ class Spec(OperatorSpec):
             raise ValueError("an offset needs a norm")
 
     def inputs(self) -> tuple[TensorRole, ...]:
-        """q [B, T, H, D], k [B, T, HK, D], cos and sin [(3,) 1 or B, T, R], q_weight and k_weight [D]."""
+        """q [B, T, H, D], k [B, T, HK, D], cos and sin [(3,) 1 or B, T, R or R / 2], q_weight and k_weight [D]."""
         names = ["q", *(["k"] if self.keys else [])]
         roles = [TensorRole(name=n) for n in names] + [TensorRole(name=n, differentiable=False) for n in ("cos", "sin")]
         return (*roles, *(TensorRole(name=f"{n}_weight") for n in names if self.norm))
@@ -85,8 +88,8 @@ class Spec(OperatorSpec):
         parts = [f"rotary {self.rotary_dim} of {self.head_dim}, {heads}", self.pairs]
         if self.regrouped:
             parts.append("regrouped")
-        if self.angles == "pair":
-            parts.append("angles by pair")
+        if self.angles != "channel":
+            parts.append("angles by pair" if self.angles == "pair" else "half a table")
         if self.temporal:
             parts.append(f"sections {self.temporal}, {self.height}")
         if self.norm:

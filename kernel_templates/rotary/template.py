@@ -18,7 +18,7 @@ import triton.language as tl
 
 @triton.jit
 def _angles(
-    table_ptr, token_T, pair_P, N, ROWS, R,
+    table_ptr, token_T, pair_P, N, ROWS, R, WIDTH,
     INTERLEAVED: tl.constexpr, BY_PAIR: tl.constexpr, TEMPORAL: tl.constexpr, HEIGHT: tl.constexpr,
 ):  # fmt: skip
     """cos (or sin) of the first and of the second channel of each pair, fp32."""
@@ -26,10 +26,10 @@ def _angles(
     inside_TP = (token_T < N)[:, None] & (pair_P < half)[None, :]
     # one table may serve every sequence of a batch
     row_T = token_T % ROWS
-    at_TP = row_T[:, None] * R
+    at_TP = row_T[:, None] * WIDTH
     if TEMPORAL != 0:
         axis_P = (pair_P >= TEMPORAL).to(tl.int32) + (pair_P >= TEMPORAL + HEIGHT).to(tl.int32)
-        at_TP = at_TP + axis_P.to(tl.int64)[None, :] * ROWS * R
+        at_TP = at_TP + axis_P.to(tl.int64)[None, :] * ROWS * WIDTH
     if BY_PAIR:
         first_TP = tl.load(table_ptr + at_TP + pair_P[None, :], mask=inside_TP, other=0.0).to(tl.float32)
         second_TP = first_TP
@@ -110,7 +110,7 @@ def _scales(weight_ptr, pair_P, rest_C, R, D, INTERLEAVED: tl.constexpr, OFFSET:
 @triton.jit
 def _forward_kernel(
     q_ptr, k_ptr, cos_ptr, sin_ptr, q_weight_ptr, k_weight_ptr, q_out_ptr, k_out_ptr,
-    N, HQ, HK, D, R, ROWS, Q_GROUPS,
+    N, HQ, HK, D, R, WIDTH, ROWS, Q_GROUPS,
     KEYS: tl.constexpr, INTERLEAVED: tl.constexpr, REGROUPED: tl.constexpr, BY_PAIR: tl.constexpr,
     TEMPORAL: tl.constexpr, HEIGHT: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr, OFFSET: tl.constexpr,
     PASSES: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr,
@@ -125,8 +125,8 @@ def _forward_kernel(
             heads, first, x_ptr, out_ptr = HK, (group - Q_GROUPS) * HEADS, k_ptr, k_out_ptr
             if NORM:
                 weight_ptr = k_weight_ptr
-    cos_a_TP, cos_b_TP = _angles(cos_ptr, token_T, pair_P, N, ROWS, R, INTERLEAVED, BY_PAIR, TEMPORAL, HEIGHT)
-    sin_a_TP, sin_b_TP = _angles(sin_ptr, token_T, pair_P, N, ROWS, R, INTERLEAVED, BY_PAIR, TEMPORAL, HEIGHT)
+    cos_a_TP, cos_b_TP = _angles(cos_ptr, token_T, pair_P, N, ROWS, R, WIDTH, INTERLEAVED, BY_PAIR, TEMPORAL, HEIGHT)
+    sin_a_TP, sin_b_TP = _angles(sin_ptr, token_T, pair_P, N, ROWS, R, WIDTH, INTERLEAVED, BY_PAIR, TEMPORAL, HEIGHT)
     if NORM:
         scale_a_P, scale_b_P, scale_rest_C = _scales(weight_ptr, pair_P, rest_C, R, D, INTERLEAVED, OFFSET)
     for head in range(first, tl.minimum(first + HEADS, heads)):
@@ -155,7 +155,7 @@ def _forward_kernel(
 @triton.jit
 def _backward_kernel(
     dq_out_ptr, dk_out_ptr, q_ptr, k_ptr, cos_ptr, sin_ptr, q_weight_ptr, k_weight_ptr, dq_ptr, dk_ptr, dweight_ptr,
-    N, HQ, HK, D, R, ROWS, Q_GROUPS,
+    N, HQ, HK, D, R, WIDTH, ROWS, Q_GROUPS,
     KEYS: tl.constexpr, INTERLEAVED: tl.constexpr, REGROUPED: tl.constexpr, BY_PAIR: tl.constexpr,
     TEMPORAL: tl.constexpr, HEIGHT: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr, OFFSET: tl.constexpr,
     PASSES: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr,
@@ -177,8 +177,12 @@ def _backward_kernel(
         dweight_rest_C = tl.zeros((REST,), tl.float32)
     for tile in range(tl.program_id(0), tl.cdiv(N, TOKENS), tl.num_programs(0)):
         token_T = tl.cast(tile, tl.int64) * TOKENS + tl.arange(0, TOKENS)
-        cos_a_TP, cos_b_TP = _angles(cos_ptr, token_T, pair_P, N, ROWS, R, INTERLEAVED, BY_PAIR, TEMPORAL, HEIGHT)
-        sin_a_TP, sin_b_TP = _angles(sin_ptr, token_T, pair_P, N, ROWS, R, INTERLEAVED, BY_PAIR, TEMPORAL, HEIGHT)
+        cos_a_TP, cos_b_TP = _angles(
+            cos_ptr, token_T, pair_P, N, ROWS, R, WIDTH, INTERLEAVED, BY_PAIR, TEMPORAL, HEIGHT
+        )
+        sin_a_TP, sin_b_TP = _angles(
+            sin_ptr, token_T, pair_P, N, ROWS, R, WIDTH, INTERLEAVED, BY_PAIR, TEMPORAL, HEIGHT
+        )
         for head in range(first, tl.minimum(first + HEADS, heads)):
             da_TP, db_TP = _load_pairs(
                 d_out_ptr + head * D, token_T, pair_P, N, heads * D, R, INTERLEAVED and not REGROUPED
@@ -248,6 +252,11 @@ def groups(tensors, spec, config):
     return of_q, -(-tensors["k"].shape[2] // config["heads"]) if spec.keys else 0
 
 
+def channels(cos, spec):
+    """How many channels of a head turn."""
+    return 2 * cos.shape[-1] if spec.angles == "half" else cos.shape[-1]
+
+
 def next_power(size):
     """The least power of two that is not smaller, at least 1."""
     return 1 << (max(size, 1) - 1).bit_length()
@@ -257,7 +266,7 @@ def forward(tensors, spec, config):
     """q_out and k_out; nothing is saved."""
     outputs, saved = outputs_like(tensors, spec, config)
     q, cos = tensors["q"], tensors["cos"]
-    tokens, size, turned = q.shape[0] * q.shape[1], q.shape[3], cos.shape[-1]
+    tokens, size, turned = q.shape[0] * q.shape[1], q.shape[3], channels(cos, spec)
     if tokens > 0:
         of_q, of_k = groups(tensors, spec, config)
         _forward_kernel[(-(-tokens // config["tokens"]), of_q + of_k)](
@@ -274,12 +283,13 @@ def forward(tensors, spec, config):
             tensors["k"].shape[2] if spec.keys else 0,
             size,
             turned,
+            cos.shape[-1],
             cos.shape[-3] * cos.shape[-2],
             of_q,
             KEYS=spec.keys,
             INTERLEAVED=spec.pairs == "interleaved",
             REGROUPED=spec.regrouped,
-            BY_PAIR=spec.angles == "pair",
+            BY_PAIR=spec.angles != "channel",
             TEMPORAL=spec.temporal,
             HEIGHT=spec.height,
             NORM=spec.norm,
@@ -298,7 +308,7 @@ def forward(tensors, spec, config):
 def backward(tensors, saved, grads, needs, spec, config):
     """Gradients of the inputs named in ``needs``; a gradient that did not come in counts as zero."""
     q, cos = tensors["q"], tensors["cos"]
-    tokens, size, turned = q.shape[0] * q.shape[1], q.shape[3], cos.shape[-1]
+    tokens, size, turned = q.shape[0] * q.shape[1], q.shape[3], channels(cos, spec)
     of_q, of_k = groups(tensors, spec, config)
     dq_out = grads["q_out"]
     if dq_out is None:
@@ -331,12 +341,13 @@ def backward(tensors, saved, grads, needs, spec, config):
             tensors["k"].shape[2] if spec.keys else 0,
             size,
             turned,
+            cos.shape[-1],
             cos.shape[-3] * cos.shape[-2],
             of_q,
             KEYS=spec.keys,
             INTERLEAVED=spec.pairs == "interleaved",
             REGROUPED=spec.regrouped,
-            BY_PAIR=spec.angles == "pair",
+            BY_PAIR=spec.angles != "channel",
             TEMPORAL=spec.temporal,
             HEIGHT=spec.height,
             NORM=spec.norm,

@@ -33,8 +33,7 @@ MODELS: dict[str, dict[str, Any]] = {
                     "v_head_dim": 16, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,
                     "moe_intermediate_size": 16, "first_k_dense_replace": 1, "num_key_value_heads": 2},
 }  # fmt: skip
-# gpt-oss keeps half a table of angles: its rotary function stays its own
-CASES = [("rotary", name) for name in MODELS if name != "gpt_oss"]
+CASES = [("rotary", name) for name in MODELS]
 CASES += [("routing", name) for name in ("qwen3_moe", "gpt_oss", "deepseek_v3")]
 CASES += [("norm", name) for name in ("cohere", "starcoder2")]
 

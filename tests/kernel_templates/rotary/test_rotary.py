@@ -21,6 +21,8 @@ FLAGS = {
     "interleaved, angles by pair": {"pairs": "interleaved", "angles": "pair"},
     "DeepSeek": {"pairs": "interleaved", "angles": "pair", "regrouped": True},
     "half, angles by pair": {"angles": "pair"},
+    "half a table": {"angles": "half"},
+    "half a table, interleaved": {"angles": "half", "pairs": "interleaved"},
     "multimodal": {"temporal": 5, "height": 9},
     "norm": {"norm": True, "eps": 1e-5},
     "norm, 1 + w, interleaved": {"norm": True, "offset": True, "pairs": "interleaved"},
@@ -79,6 +81,7 @@ def tables(size, generator, tokens=7, axes=()):
         ("glm", "apply_rotary_pos_emb", 16, {"pairs": "interleaved", "angles": "pair"}),
         ("deepseek_v3", "apply_rotary_pos_emb_interleave", 32,
          {"pairs": "interleaved", "angles": "pair", "regrouped": True}),
+        ("gpt_oss", "apply_rotary_pos_emb", 32, {"angles": "half"}),
         ("cohere", "apply_rotary_pos_emb", 32, {"pairs": "interleaved"}),
     ],
 )  # fmt: skip
@@ -86,6 +89,8 @@ def test_transformers_computes_the_same(place, function, size, flags):
     module = pytest.importorskip(f"transformers.models.{place}.modeling_{place}")
     generator = torch.Generator().manual_seed(3)
     (q, k), (cos, sin) = heads(generator), tables(size, generator)
+    if flags.get("angles") == "half":
+        cos, sin = cos[..., : size // 2].contiguous(), sin[..., : size // 2].contiguous()
     spec = Spec(heads=4, key_heads=2, head_dim=32, rotary_dim=size, dtype="float32", **flags)
     peer = [t.clone().requires_grad_() for t in (q, k)]
     expected = getattr(module, function)(peer[0].transpose(1, 2), peer[1].transpose(1, 2), cos, sin)

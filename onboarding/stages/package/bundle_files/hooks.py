@@ -437,7 +437,7 @@ def _rotary(
         raise Uncovered("angles that are trained")
     # tokens before heads, as projections write them: there is nothing to copy
     rows = [t.transpose(1, 2) if axis == 1 else t for t in heads]
-    size, turned = rows[0].shape[-1], cos.shape[-1]
+    size, turned = rows[0].shape[-1], cos.shape[-1] * (2 if swap.spec["angles"] == "half" else 1)
     same = all(t.shape[:2] == rows[0].shape[:2] and t.shape[-1] == size for t in rows)
     if not same or turned % 2 or turned > size or cos.shape[1] != rows[0].shape[1]:
         raise Uncovered("sizes of heads and angles differ")

@@ -14,8 +14,10 @@ from onboarding.stages.parse.uses.proof import same_function
 CONVENTIONS: tuple[dict[str, Any], ...] = (
     {},
     {"angles": "pair"},
+    {"angles": "half"},
     {"pairs": "interleaved"},
     {"pairs": "interleaved", "angles": "pair"},
+    {"pairs": "interleaved", "angles": "half"},
     {"pairs": "interleaved", "angles": "pair", "regrouped": True},
 )
 _BATCH, _TOKENS, _HEADS, _KEY_HEADS = 2, 5, 3, 2
@@ -34,13 +36,13 @@ def prove_rotary(call: RotaryCall, dtype: str) -> Spec | None:
                 heads=heads,
                 key_heads=call.shapes.get("k", q)[axis],
                 head_dim=q[-1],
-                rotary_dim=cos[-1],
+                rotary_dim=cos[-1] * (2 if flags.get("angles") == "half" else 1),
                 keys="k" in call.shapes,
                 dtype=dtype,
                 **flags,
             )
-        except ValueError:  # no rotary embedding has such sizes
-            return None
+        except ValueError:  # this convention has no such sizes
+            continue
         if _proven(call, spec, axis):
             return spec
     return None
@@ -52,7 +54,8 @@ def _proven(call: RotaryCall, spec: Spec, axis: int) -> bool:
     turned = 8
     size = 8 if spec.head_dim == spec.rotary_dim else 14
     small = spec.resized(heads=_HEADS, key_heads=_KEY_HEADS, head_dim=size, rotary_dim=turned)
-    angle = 3.0 * torch.randn(_BATCH, _TOKENS, turned, generator=generator)
+    width = turned // 2 if spec.angles == "half" else turned
+    angle = 3.0 * torch.randn(_BATCH, _TOKENS, width, generator=generator)
     tensors: dict[str, torch.Tensor | None] = {
         "q": torch.randn(_BATCH, _TOKENS, _HEADS, size, generator=generator),
         "cos": angle.cos(),
