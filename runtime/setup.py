@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.rendezvous import rendezvous
 
 from runtime import weights
 from runtime.config import RunConfig, digest
@@ -159,7 +160,11 @@ def start(world: World) -> torch.device:
         torch.cuda.set_device(device)
     if not dist.is_initialized():
         if "MASTER_ADDR" in os.environ:
-            dist.init_process_group(backend)
+            # torchrun's store outlives a restart: an attempt must not read the addresses of the one before
+            store, rank, size = next(rendezvous("env://"))
+            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            store = dist.PrefixStore(f"attempt-{attempt}", store)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size)
         else:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     return device

@@ -20,7 +20,7 @@ import pytest
 import yaml
 from runtime_models import definition, text_file
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 240.0
 
