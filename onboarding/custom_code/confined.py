@@ -20,7 +20,7 @@ from onboarding.sandbox import Limits, Outcome, Sandbox
 from onboarding.sandbox.files import read_left_behind
 
 ANSWER_BYTES = 64 * 2**20
-LIMITS = Limits(wall_s=300.0, memory_bytes=6 * 2**30, processes=64)
+LIMITS = Limits(wall_s=600.0, memory_bytes=6 * 2**30, processes=64)
 """Ample for tracing a model at its full size; real limits for code that never ends or that grows."""
 _WORDS = {
     "time": "it ran longer than {0.wall_s:g} s",

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import io
 import json
-import os
-import socket
 import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -77,46 +74,6 @@ print(json.dumps({"loss": got.item(), "want": want.item(), "gradient": error, "r
 norm = next(k["digest"] for k in json.load(open(bundle + "/bundle.json"))["kernels"] if k["spec"]["family"] == "norm")
 assert callable(load_op(norm, trusted_key=key))
 """
-
-
-@pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
-    """A service of its own, and a client that is signed in."""
-    home = tmp_path_factory.mktemp("whole")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("ONBOARD_")}
-    environment |= {
-        "ONBOARD_HOME": str(home / "home"),
-        "ONBOARD_PORT": str(port),
-        "XDG_CONFIG_HOME": str(home / "config"),
-    }
-    with (home / "serve.log").open("w") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "workers.embedded"], env=environment, cwd=home, stdout=log, stderr=log
-        )
-    client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60)
-    try:
-        key_file = home / "config" / "onboard" / "key"
-        deadline = time.monotonic() + 90
-        while not key_file.exists() or not _ready(client):
-            assert process.poll() is None, (home / "serve.log").read_text()
-            assert time.monotonic() < deadline, (home / "serve.log").read_text()
-            time.sleep(0.2)
-        client.headers["Authorization"] = f"Bearer {key_file.read_text().strip()}"
-        yield client
-    finally:
-        client.close()
-        process.terminate()
-        process.wait(20)
-
-
-def _ready(client: httpx.Client) -> bool:
-    try:
-        return client.get("/readyz").status_code == 200
-    except httpx.TransportError:
-        return False
 
 
 def finished(service: httpx.Client, example: str) -> dict[str, Any]:
