@@ -31,6 +31,9 @@ from onboarding.pipeline import JobOptions
 from onboarding.policy import RUNGS
 from onboarding.settings import Settings
 
+NO_LIMIT_S = 1e9
+"""No step's time limit ends a search here; the budget does."""
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Exit status 0 when every drawn operator was searched to its end, accepted or not."""
@@ -44,7 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--responder", default="", help="who answers, for the results and the cassette")
     parser.add_argument("--parallel", type=int, default=1, help="operators side by side")
     options = parser.parse_args(arguments)
-    settings = Settings(home=options.home)
+    settings = Settings(home=options.home, step_wall_s=NO_LIMIT_S)
     if not settings.llm.configured:
         print("set ONBOARD_LLM_BASE_URL and ONBOARD_LLM_MODEL first", file=sys.stderr)
         return 2
@@ -63,6 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
     with ThreadPoolExecutor(max(1, options.parallel)) as pool:
         for name, row in pool.map(one, chosen):
             results["operators"][name] = row
+            keep(options.out, name, row.pop("source"))
             write(options.out, results)
             print(f"{name}: {'accepted' if row['accepted'] else row['reason']}", flush=True)
     results["score"] = score(results["operators"])
@@ -123,6 +127,7 @@ def row_of(solved: Solved, seconds: float) -> dict[str, Any]:
         "spent": asdict(solved.spent),
         "seconds": round(seconds, 1),
         "lines": solved.source.count("\n"),
+        "source": solved.source,
     }
 
 
@@ -145,6 +150,18 @@ def score(rows: dict[str, Any]) -> dict[str, Any]:
         "money": total("money"),
         "seconds": round(sum(row["seconds"] for row in rows.values()), 1),
     }
+
+
+def kernels_of(out: Path) -> Path:
+    """Where a run's accepted kernels lie, beside its results."""
+    return out.with_name(f"{out.stem}_kernels")
+
+
+def keep(out: Path, name: str, source: str) -> None:
+    """Store an accepted kernel, to be judged and timed on a GPU later."""
+    if source:
+        kernels_of(out).mkdir(parents=True, exist_ok=True)
+        (kernels_of(out) / f"{name}.py").write_text(source)
 
 
 def write(path: Path, results: dict[str, Any]) -> None:

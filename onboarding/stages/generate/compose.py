@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from typing import Any
 
 from kernel_templates.novel import NovelSpec
 from kernel_templates.spec import OperatorSpec
@@ -51,6 +52,32 @@ def _contract(spec: OperatorSpec) -> list[str]:
         return [*stated, f"SPEC = {spec.to_dict()!r}"]
     digest = f"SPEC_DIGEST = {spec.digest()!r}"
     return [*stated, digest, "", "", "def bucket(tensors):", "    return {}"]
+
+
+def stated_tables(source: str) -> list[dict[str, Any]]:
+    """Configuration tables out of what a novel candidate states.
+
+    It states ``CONFIGS``, a list of configurations with the default first, and may state ``INTERPRETER``, the
+    one for CPU tensors.
+
+    Raises:
+        ComposeError: it states none.
+    """
+    configs, interpreter = constant(source, "CONFIGS"), constant(source, "INTERPRETER")
+    if not isinstance(configs, list) or not configs or not all(isinstance(c, dict) for c in configs):
+        raise ComposeError("it declares no CONFIGS: a list of dicts of constants, the default first")
+    chosen = {"interpreter": interpreter if isinstance(interpreter, dict) else configs[0], "nvidia_h200": configs[0]}
+    return [{"device": device, "rows": [{"bucket": {}, "config": dict(c)}]} for device, c in chosen.items()]
+
+
+def constant(source: str, name: str) -> object:
+    """The value of a module-level constant, read without running it; None if there is none."""
+    try:
+        tree = ast.parse(source)
+        found = [n for n in tree.body if isinstance(n, ast.Assign) and name in _names(n)]
+        return ast.literal_eval(found[-1].value) if found else None
+    except (SyntaxError, ValueError):
+        return None
 
 
 def kernels_in(source: str) -> list[str]:

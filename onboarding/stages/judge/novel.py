@@ -26,6 +26,7 @@ from kernel_templates.novel import ACTIVATION, NOVEL, NovelSpec, TensorSignature
 from kernel_templates.spec import OperatorSpec
 from onboarding.problem import Problem
 from onboarding.sandbox import Limits, Sandbox
+from onboarding.stages.generate.compose import ComposeError, stated_tables
 from onboarding.stages.judge import images
 from onboarding.stages.judge.examinee import Examinee, Refusal
 from onboarding.stages.judge.oracle import TEMPLATES
@@ -304,24 +305,18 @@ registry.add_adapter(NOVEL, FAMILY)
 
 
 def configs_for(spec: OperatorSpec, source: bytes, folder: Path) -> Path:
-    """The family's folder of configurations, or one made of what a novel candidate declares.
-
-    A novel candidate declares ``CONFIGS``, a list of configurations of which the first is the default, and may declare
-    ``INTERPRETER``, the one for CPU tensors.
+    """The family's folder of configurations, or one made of what a novel candidate states.
 
     Raises:
-        Refusal: it declares none.
+        Refusal: it states none.
     """
-    from onboarding.stages.judge.judging import declared
-
     if not isinstance(spec, NovelSpec):
         return TEMPLATES / spec.family / "configs"
-    listed, interpreted = declared(source, "CONFIGS"), declared(source, "INTERPRETER")
-    if not isinstance(listed, list) or not listed or not all(isinstance(c, dict) for c in listed):
-        raise Refusal("it declares no CONFIGS: a list of dicts of constants, the default first")
-    tables = {"interpreter": interpreted if isinstance(interpreted, dict) else listed[0], "nvidia_h200": listed[0]}
+    try:
+        tables = stated_tables(source.decode())
+    except (ComposeError, UnicodeDecodeError) as wrong:
+        raise Refusal(str(wrong)) from wrong
     folder.mkdir(parents=True, exist_ok=True)
-    for device, config in tables.items():
-        rows = [{"bucket": {}, "config": config}]
-        (folder / f"{device}.json").write_text(json.dumps({"device": device, "rows": rows}))
+    for table in tables:
+        (folder / f"{table['device']}.json").write_text(json.dumps(table))
     return folder

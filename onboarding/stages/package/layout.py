@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import kernel_templates
+from kernel_templates.novel import NOVEL
+from onboarding.stages.generate.compose import stated_tables
 
 TEMPLATES = Path(kernel_templates.__file__).parent
 CARRIED = {"_bind.py": "bind.py", "_configs.py": "configs.py", "_interpreter.py": "interpreter.py"}
@@ -105,12 +107,11 @@ def _write_package(package: Path, kernel: KernelEntry) -> None:
         shutil.copyfile(TEMPLATES / source, package / target)
     configs = package / "configs"
     configs.mkdir()
-    for path in sorted((TEMPLATES / kernel.spec["family"] / "configs").glob("*.json")):
-        table = json.loads(path.read_text())
+    for table in _tables(kernel):
         override = kernel.config_overrides.get(table["device"], {})
         for row in table["rows"]:
             row["config"].update(override)
-        (configs / path.name).write_text(json.dumps(table, indent=1) + "\n")
+        (configs / f"{table['device']}.json").write_text(json.dumps(table, indent=1) + "\n")
     if kernel.tuned is not None:
         table = tuned_table(kernel.tuned)
         (configs / f"{table['device']}.json").write_text(json.dumps(table, indent=1) + "\n")
@@ -123,6 +124,14 @@ def _write_package(package: Path, kernel: KernelEntry) -> None:
         "backend": {"type": "cuda"},
     }
     (package / "metadata.json").write_text(json.dumps(metadata, indent=1) + "\n")
+
+
+def _tables(kernel: KernelEntry) -> list[dict[str, Any]]:
+    """The family's configuration tables, or what a novel candidate states."""
+    family = kernel.spec["family"]
+    if family == NOVEL:
+        return stated_tables(kernel.source)
+    return [json.loads(path.read_text()) for path in sorted((TEMPLATES / family / "configs").glob("*.json"))]
 
 
 def tuned_table(tuned: dict[str, Any]) -> dict[str, Any]:

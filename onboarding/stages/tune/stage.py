@@ -21,7 +21,7 @@ from onboarding.problem import Problem, StageSkipped
 from onboarding.sandbox import Limits, Sandbox, module_command
 from onboarding.stages.generate.result import GenerateResult
 from onboarding.stages.judge.judging import judge
-from onboarding.stages.judge.oracle import TEMPLATES
+from onboarding.stages.judge.novel import configs_for
 from onboarding.stages.judge.stage import choose_device
 from onboarding.stages.tune.result import TunedRow, TuneResult
 
@@ -60,7 +60,7 @@ def tune(source: bytes, spec: OperatorSpec, context: StageContext) -> TuneResult
     if not rows:
         raise Problem("tuning-failed", f"no configuration of {spec.words()} runs on this GPU", "see the stage's log")
     folder = context.scratch / "configs"
-    shutil.copytree(TEMPLATES / spec.family / "configs", folder)
+    shutil.copytree(configs_for(spec, source, context.scratch / "stated"), folder)
     write_table(rows, device, folder)
     verdict = judge(
         source,
