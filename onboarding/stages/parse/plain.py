@@ -19,6 +19,8 @@ from onboarding.weights.report import make_report
 from onboarding.weights.result import Placement, WeightsReport
 
 _TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.<>]*\Z")
+_NAMES = re.compile(r"[\w.*:,+ -]{0,200}\Z", re.ASCII)
+"""Attributes, functions and the short words that hooks add: names and numbers, nothing that could be more."""
 
 
 def architecture_of(
@@ -125,6 +127,6 @@ def _check_use(use: OperatorUse, spec: Any) -> None:
     for binding in use.bindings:
         if not _TARGET.match(binding.target):
             raise ValueError(f"{binding.target[:80]!r} is no class")
-        names = [*binding.attributes.values(), *([binding.function] if binding.function else [])]
-        if not all(part.isidentifier() for name in names for part in name.split(".")):
-            raise ValueError(f"operator {use.digest[:12]} is bound to something that is no name")
+        for text in (*binding.attributes.values(), binding.function or ""):
+            if not _NAMES.match(text):
+                raise ValueError(f"operator {use.digest[:12]} is bound to {text[:80]!r}, which is no name")
