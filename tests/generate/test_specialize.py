@@ -155,8 +155,8 @@ def _rows():
     for flags in CONVOLUTIONS:
         yield pytest.param("short_convolution", flags)
     for family, rows in (("linear_cross_entropy", LOSSES), ("rotary", ROTARIES), ("routing", ROUTINGS)):
-        for flags in rows:
-            yield pytest.param(family, flags)
+        for i, flags in enumerate(rows):
+            yield pytest.param(family, flags, marks=pytest.mark.slow if i > 1 else ())
     for flags in ({"centred": True, "bias": True}, {"centred": True, "gate": "silu", "residual": True}):
         yield pytest.param("norm", flags)
     for flags in ({}, {"rounds": 0, "post_factor": 1.5}, {"rounds": 0, "post": False}):
