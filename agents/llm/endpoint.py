@@ -17,7 +17,9 @@ from onboarding.settings import LlmSettings
 
 CONNECT_S = 10.0
 _TOO_LONG = ("context_length_exceeded", "context length", "maximum context", "context window", "too many tokens")
-_ABOUT_MODES = ("response_format", "json_schema", "json_object", "tool_choice", "tools", "grammar", "structured")
+LIMITS = ("max_tokens", "max_completion_tokens")
+"""Names of the limit of an answer's length: the one that every server knows, and the one that newer ones want."""
+_ABOUT_MODES = ("response_format", "schema", "json_object", "tool_choice", "tools", "grammar", "structured")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +52,7 @@ class Endpoint:
     def __init__(self, settings: LlmSettings, send: Sender | None = None) -> None:
         self.settings = settings
         self._send = send or _sdk(settings)
+        self._limit = LIMITS[0]
 
     def ask(self, messages: list[dict[str, Any]], extra: dict[str, Any], max_tokens: int) -> Reply:
         """One completion.
@@ -57,15 +60,25 @@ class Endpoint:
         Raises:
             Transient, Rejected (or one of its kinds): see :mod:`agents.llm.errors`.
         """
-        body: dict[str, Any] = {"model": self.settings.model, "messages": messages, "max_tokens": max_tokens, **extra}
+        body: dict[str, Any] = {"model": self.settings.model, "messages": messages, **extra}
         if self.settings.temperature is not None:
             body["temperature"] = self.settings.temperature
         begin = time.monotonic()
         try:
-            completion = _within(self.settings.timeout_s, self._send, body)
+            completion = self._limited(body, max_tokens)
         except LlmError as error:
             raise type(error)(self.strike(str(error)), **_facts(error)) from None
         return self._reply(completion, time.monotonic() - begin)
+
+    def _limited(self, body: dict[str, Any], max_tokens: int) -> dict[str, Any]:
+        """Send with the limit under the name that the endpoint knows."""
+        try:
+            return _within(self.settings.timeout_s, self._send, {**body, self._limit: max_tokens})
+        except Rejected as error:
+            if self._limit == LIMITS[1] or LIMITS[1] not in str(error):
+                raise
+            self._limit = LIMITS[1]
+        return _within(self.settings.timeout_s, self._send, {**body, self._limit: max_tokens})
 
     def strike(self, text: str) -> str:
         """``text`` without the key."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from agents.roles import author, repairer
 from agents.roles.reporter import unknown_numbers
 from kernel_templates.novel import NovelSpec
 from onboarding.policy import Try
+from onboarding.sandbox import Sandbox
 from onboarding.stages.generate.compose import compose
 
 _FENCE = re.compile(r"<data ([0-9a-f]{20}) ([^>\n]*)>\n.*?\n</data \1>", re.DOTALL)
@@ -113,6 +115,16 @@ def test_an_agent_that_obeys_gains_nothing(name: str, tmp_path: Path, monkeypatc
     assert seen[0][1] is False, "the sandbox stays on"
     (body,) = sender.bodies
     assert body["response_format"]["json_schema"]["schema"] == author.Written.model_json_schema()
+
+
+@pytest.mark.sandbox
+def test_confined_code_sees_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ONBOARD_LLM_API_KEY", "sk-secret")
+    lines: list[str] = []
+    program = "import os; print(sorted(n for n in os.environ if 'KEY' in n or 'LLM' in n))"
+    outcome = Sandbox().run([sys.executable, "-I", "-c", program], scratch=tmp_path, on_line=lines.append)
+    assert outcome.ok
+    assert [line.strip() for line in lines] == ["[]"]
 
 
 CONTRACTS = {

@@ -292,6 +292,20 @@ def test_a_spent_budget_stops_before_the_call(tmp_path: Path, scope: str) -> Non
     assert limit is None or purse.tokens <= limit.tokens, "a hard limit is never exceeded"
 
 
+def test_a_server_that_wants_the_newer_name_of_the_limit_gets_it(tmp_path: Path) -> None:
+    def script(body: dict[str, Any], number: int) -> Said:
+        if "max_tokens" in body:
+            return error(400, "Unsupported parameter: 'max_tokens'. Use 'max_completion_tokens' instead.")
+        return message(GOOD)
+
+    with LlmServer(script) as server:
+        told = bench(tmp_path, server.url)
+        told.ask()
+        told.ask(dataclasses.replace(QUESTION, sample=1))
+        assert [("max_tokens" in body) for body in server.requests] == [True, False, False]
+    assert told.ledger() == [("author", "answered")] * 2
+
+
 def test_cancelling_works_between_calls(tmp_path: Path) -> None:
     with LlmServer(in_turn(message(GOOD))) as server:
         told = bench(tmp_path, server.url)
