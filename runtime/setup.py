@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -170,13 +171,16 @@ def start(world: World) -> torch.device:
     return device
 
 
-def assemble(checked: Checked, world: World, device: torch.device) -> Ready:
+def assemble(
+    checked: Checked, world: World, device: torch.device, *, alive: Callable[[], None] = lambda: None
+) -> Ready:
     """Shard, materialize and load the model, put the kernels in, and prove that packed documents stay apart.
 
     Args:
         checked: from :func:`check`; its model is used up.
         world: this process.
         device: from :func:`start`.
+        alive: called while weights are loaded.
     """
     config, model = checked.config, checked.model
     parallel = replace(config.parallel, deterministic=config.parallel.deterministic or config.step.deterministic)
@@ -195,7 +199,7 @@ def assemble(checked: Checked, world: World, device: torch.device) -> Ready:
     weights.materialize(model, device)
     if config.lora is not None:
         initialize_adapter(model)
-    weights.load(model, checked.values, checked.load, own=ADDED)
+    weights.load(model, checked.values, checked.load, own=ADDED, alive=alive)
     applied = apply_bundle(model, config.model) if config.model.bundle is not None else None
     boundaries = Boundaries()
     isolated: list[str] = []

@@ -52,6 +52,8 @@ def main(arguments: list[str] | None = None) -> int:
         return run(load(options.config), voice, dry_run=options.dry_run)
     except Refused as refused:
         voice.say("problem", **refused.to_dict())
+        if not voice.first:  # what one rank alone met (a record of its share) must not be lost
+            print(f"rank {os.environ['RANK']}: {refused}", file=sys.stderr, flush=True)
         return 1
     finally:
         if dist.is_initialized():
@@ -87,7 +89,7 @@ def run(config: RunConfig, voice: Voice, *, dry_run: bool = False) -> int:
         StopWish() as wish,
         Watchdog(beats, world.rank, hang_s=guard.hang_s, heartbeat_s=guard.heartbeat_s) as dog,
     ):
-        ready = assemble(checked, world, device)
+        ready = assemble(checked, world, device, alive=lambda: dog.progress(0, "loading"))
         return Run(checked, ready, world, device, voice, wish, dog).go()
 
 

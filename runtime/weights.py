@@ -8,7 +8,7 @@ holds one parameter at a time and never the model.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -168,7 +168,14 @@ def plan_load(model: nn.Module, source: Shards | Values) -> LoadPlan:
     return LoadPlan(pieces=pieces, unused=unused)
 
 
-def load(model: nn.Module, source: Shards | Values, plan: LoadPlan, *, own: Sequence[str] = ()) -> None:
+def load(
+    model: nn.Module,
+    source: Shards | Values,
+    plan: LoadPlan,
+    *,
+    own: Sequence[str] = (),
+    alive: Callable[[], None] = lambda: None,
+) -> None:
     """Fill the (sharded) parameters and stored buffers of ``model``.
 
     Args:
@@ -176,6 +183,7 @@ def load(model: nn.Module, source: Shards | Values, plan: LoadPlan, *, own: Sequ
         source: the values.
         plan: from :func:`plan_load` on the plain model.
         own: parts of names that no checkpoint holds (adapters, counters).
+        alive: called after every parameter, so that a long load is no hang.
 
     Raises:
         Refused: ``weights-incomplete`` with the parameters that were not filled.
@@ -189,6 +197,7 @@ def load(model: nn.Module, source: Shards | Values, plan: LoadPlan, *, own: Sequ
                 raise Refused("weights-incomplete", "the weights do not fit the model", detail)
             copy_into(places[name], value, part, name)
             filled.add(id(places[name]))
+        alive()
     empty = [n for n, t in places.items() if id(t) not in filled and not any(part in n for part in own)]
     if empty:
         raise _incomplete(empty)
