@@ -7,6 +7,7 @@ import time
 from onboarding.architecture import Architecture
 from onboarding.context import StageContext
 from onboarding.custom_code.definition import definition_of
+from onboarding.problem import Problem
 from onboarding.stages.intake.archive import unpack
 from onboarding.stages.intake.result import IntakeResult
 from onboarding.stages.parse.result import ParseResult
@@ -31,13 +32,17 @@ def run(context: StageContext) -> ParseResult:
     where = " in the sandbox" if definition.code else ""
     context.progress(1, 2, f"trace at the published size{where}")
     confined = {"scratch": context.scratch, "unsafe": context.settings.unsafe_no_sandbox}
-    parsed = parse_definition(
-        definition,
-        tokens=context.options.sequence_length,
-        name=intake.name,
-        checkpoint=checkpoint,
-        **confined,
-    )
+    try:
+        parsed = parse_definition(
+            definition,
+            tokens=context.options.sequence_length,
+            name=intake.name,
+            checkpoint=checkpoint,
+            **confined,
+        )
+    except Problem as problem:
+        problem.extra.setdefault("read", what_was_read(intake))
+        raise
     architecture, weights = parsed.architecture, parsed.weights
     architecture.warnings += _code_notes(intake)
     mapping = None
@@ -56,6 +61,27 @@ def run(context: StageContext) -> ParseResult:
         mapping=mapping,
         seconds=round(time.monotonic() - started, 2),
     )
+
+
+def what_was_read(intake: IntakeResult) -> str:
+    """What is known of a definition that could not be parsed, in one line."""
+    text = intake.config.get("text_config")
+    fields = {**intake.config, **(text if isinstance(text, dict) else {})}
+    named = {
+        "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+        "hidden": ("hidden_size", "d_model", "n_embd", "dim"),
+        "heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
+        "experts": ("n_routed_experts", "num_local_experts", "num_experts"),
+        "vocabulary": ("vocab_size",),
+    }
+    found = {
+        word: next((fields[n] for n in names if isinstance(fields.get(n), int)), None) for word, names in named.items()
+    }
+    sizes = ", ".join(f"{word} {value}" for word, value in found.items() if value is not None)
+    parts = [f"model_type {intake.model_type}", f"{len(intake.files)} file{'s' if len(intake.files) != 1 else ''}"]
+    parts += [f"imports {', '.join(intake.imports)}"] if intake.imports else []
+    parts += [f"suspicious: {'; '.join(intake.suspicious[:3])}"] if intake.suspicious else []
+    return "; ".join([*parts, f"config.json says {sizes}" if sizes else "config.json gives no sizes"])
 
 
 def _code_notes(intake: IntakeResult) -> list[str]:
