@@ -25,7 +25,7 @@ class Mutant:
 
     source: bytes
     words: str
-    """``line 12: a + b -> a - b``."""
+    """``a + b -> a - b in `c = a + b```."""
 
 
 def mutants(source: str, count: int, seed: int) -> list[Mutant]:
@@ -43,7 +43,8 @@ def mutants(source: str, count: int, seed: int) -> list[Mutant]:
         start = sum(map(len, lines[: node.lineno - 1])) + node.col_offset
         end = sum(map(len, lines[: (node.end_lineno or 0) - 1])) + (node.end_col_offset or 0)
         mutated = source.encode()[:start] + new.encode() + source.encode()[end:]
-        words = f"line {node.lineno}: {' '.join(old.split())} -> {text}"
+        line = " ".join(lines[node.lineno - 1].decode().split())
+        words = f"{' '.join(old.split())} -> {text} in `{line}`"
         found.setdefault(mutated, Mutant(source=mutated, words=words))
     return list(found.values())
 

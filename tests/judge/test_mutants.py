@@ -1,6 +1,6 @@
 """200 automatic mutants of the shipped kernels: those that compute something else are refused.
 
-``python tests/judge/test_mutants.py [FIRST [LAST]]`` prints every survivor. A survivor is either in ``EQUIVALENT``,
+``python tests/judge/test_mutants.py [FIRST LAST]`` prints every survivor. A survivor is either in ``EQUIVALENT``,
 with the reason why it computes the same, or a hole in the judge.
 """
 
@@ -31,7 +31,15 @@ PLAN = (
     ("linear_attention", KDA, 20, 3),
 )
 # pattern of the words -> why it computes the same on every input that the contract allows
-EQUIVALENT: dict[str, str] = {}
+EQUIVALENT: dict[str, str] = {
+    r"in `if rows > 0 and hidden > 0:`$": "a launch of no programs does nothing, and no tensor has rows of no columns",
+    r"in `if hidden > MAX_HIDDEN:`$": "differs at 2^20 columns only, where both the check and a tile end",
+    r"^norm: 0\.0 -> 0\.125 in `(unit|dunit|gate)_RD = ": "masked lanes of a product whose other factor is zero there",
+    r"^norm: 0\.0 -> 0\.125 in `(rstd_R|scale_D) = ": "masked lanes of a product whose other factor is zero there",
+    r"in `tiles = -\(-rows // ": "more programs than tiles: the rest have nothing to do",
+    r"in `BLOCK_D=1 << \(hidden - 1\)": "a wider tile, its further columns masked",
+    r'in `return \{"(hidden|width)": tensors': "another row of the table of configurations, which change no result",
+}
 
 
 def planned() -> Iterator[tuple[OperatorSpec, Mutant, int]]:
@@ -52,16 +60,18 @@ def explained(spec: OperatorSpec, mutant: Mutant) -> bool:
 
 @pytest.mark.timeout(3600)
 def test_mutants_are_refused(tmp_path: Path) -> None:
-    total, survivors = 0, []
+    refused, equivalent, survivors = 0, 0, []
     for number, (spec, mutant, cases) in enumerate(planned()):
         folder = tmp_path / str(number)
         folder.mkdir()
-        equivalent = explained(spec, mutant)
-        if survives(spec, mutant, cases, folder) and not equivalent:
+        if not survives(spec, mutant, cases, folder):
+            refused += 1
+        elif explained(spec, mutant):
+            equivalent += 1
+        else:
             survivors.append(f"{spec.family}: {mutant.words}")
-        total += not equivalent
-    print(f"{total - len(survivors)} of {total} mutants refused")
-    assert len(survivors) <= total / 100, "\n".join(survivors)
+    print(f"{refused} mutants refused, {equivalent} equivalent ones accepted, {len(survivors)} wrong ones accepted")
+    assert len(survivors) <= (refused + len(survivors)) / 100, "\n".join(survivors)
 
 
 def test_mutants_are_many_and_different() -> None:
