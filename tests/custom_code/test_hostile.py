@@ -18,7 +18,7 @@ from onboarding.sandbox import Limits
 
 Submit = Callable[..., Definition]
 Names = Callable[..., list[str]]
-SHORT = replace(LIMITS, wall_s=15.0, processes=40)
+SHORT = replace(LIMITS, wall_s=120.0, processes=40)
 slow = pytest.mark.slow
 MODEL = """
 from torch import nn
