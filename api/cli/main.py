@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from api.cli import output
+from api.cli.agents import agent
 from api.cli.finetune import finetune
 from api.cli.judge import judge
 from onboarding.problem import Problem
@@ -29,6 +30,7 @@ app = typer.Typer(
 )
 bundle = typer.Typer(help="Fetch and verify bundles.", no_args_is_help=True)
 app.add_typer(bundle, name="bundle")
+app.add_typer(agent, name="agent")
 
 JobId = Annotated[str, typer.Argument(help="Id of a job; 'last' is your newest one.")]
 Profile = Annotated[str, typer.Option(help="quick or standard: how much is judged and trained.")]
@@ -108,11 +110,14 @@ def submit(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda: where kernels are judged and aligned.")] = "auto",
     target: Annotated[str, typer.Option(help="Device whose roofline ranks the gaps.")] = "h200",
     sequence_length: Annotated[int, typer.Option(help="Tokens at which FLOPs and bytes are counted.")] = 8192,
+    policy: Annotated[str, typer.Option(help="auto, rules or llm: who writes candidates.")] = "auto",
+    approve: Annotated[list[str] | None, typer.Option(help="A stage that waits for you: generate, package.")] = None,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Follow the job until it ends.")] = False,
 ) -> None:
     """Submit a model definition; prints the job's id."""
     client = connect()
     options = {"profile": profile, "device": device, "target": target, "sequence_length": sequence_length}
+    options |= {"policy": policy, "approve": approve or []}
     job = client.submit(what, name=name, options=options)
     if not watch:
         output.say(job["id"])

@@ -287,3 +287,15 @@ def test_it_starts_fast() -> None:
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         times.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     assert min(times) < 0.4
+
+
+def test_a_step_that_waits_is_approved_from_the_command_line(served: Any, run: Run) -> None:
+    code, out, _ = run("submit", "llama-3.1-8b", "--policy", "rules", "--approve", "generate")
+    assert code == 0
+    job = out.strip()
+    code, out, err = run("agent", "show", job)
+    assert code == 0
+    assert "nothing waits for you" in out + err
+    code, _, err = run("agent", "approve", job, "generate")
+    assert code == 1
+    assert "no generate step waits" in err
