@@ -14,6 +14,7 @@ from runtime.experts import replay, selection
 from runtime.experts.balance import Load, add_gradient
 from runtime.experts.compute import run_experts
 from runtime.experts.dispatch import dispatch
+from runtime.experts.packed import unpacked
 from runtime.experts.replicas import Replicas
 from runtime.experts.router import RouterMode
 from runtime.experts.shared import SharedExperts
@@ -128,6 +129,7 @@ class ExpertsLayer:
         experts = self.site.experts
         tensors = {n: _local(p) for n, p in experts.named_parameters()}
         if self.transport is None:
+            tensors = unpacked(experts, tensors, x.dtype)
             counts = None
             if self.config.balance.capacity_factor:
                 counts = torch.bincount(index.reshape(-1) + 1, minlength=self.site.num_experts + 1)[1:].tolist()
@@ -135,6 +137,7 @@ class ExpertsLayer:
         if self.replicas is not None:
             index = self.replicas.slots(index)
             tensors |= {n: self.replicas.extend(tensors[n]) for n in expert_parameters(experts)}
+        tensors = unpacked(experts, tensors, x.dtype)
         meanwhile = self.shared.run_early if self.shared is not None else None
         return dispatch(self.transport, experts, tensors, x, index, weights, self.config.dispatch_chunks, meanwhile)
 

@@ -42,13 +42,14 @@ def expert_parameters(experts: nn.Module) -> list[str]:
 
 
 def with_tensors(module: nn.Module, tensors: dict[str, Tensor], prefix: str = "") -> Any:
-    """A shell of ``module`` whose parameters are ``tensors``, by name; everything else is shared.
+    """A shell of ``module`` with ``tensors``, by name, in place of its parameters; everything else is shared.
 
     Call ``forward`` of its class, never the shell itself: hooks are not meant to run.
     """
     shell = object.__new__(type(module))
     shell.__dict__.update(module.__dict__)
-    own = {n: tensors[prefix + n] if p is not None else None for n, p in module._parameters.items()}
+    own: dict[str, Tensor | None] = {n: None for n, p in module._parameters.items() if p is None}
+    own |= {n.removeprefix(prefix): t for n, t in tensors.items() if n.rpartition(".")[0] == prefix[:-1]}
     shell.__dict__["_parameters"] = {}
     shell.__dict__.update(own)
     shell.__dict__["_modules"] = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from runtime.experts.packed import is_packed
 from runtime.experts.sites import find_experts
 from runtime.lora.config import LoraConfig
 from runtime.lora.modules import ExpertsLora, adapt_linear, initialize, restore_linear
@@ -90,6 +91,10 @@ def merge(model: nn.Module) -> None:
     for site in find_experts(model):
         if site.name not in targets.experts:
             continue
+        if is_packed(site.experts):
+            raise ValueError(
+                "packed weights cannot take the update; load the base unpacked and the adapter, then merge"
+            )
         lora = site.experts.get_submodule("lora")
         assert isinstance(lora, ExpertsLora)
         for name in lora.names:

@@ -82,7 +82,6 @@ def matrix(ranks: int) -> list[Case]:
         for layout in layouts(ranks)
         for lora in (False, True)
         for recompute in (False, True)
-        if twin not in SLOW or lora != recompute
     ]
     spread = [layout for layout in layouts(ranks) if layout.ep == min(4, ranks)]
     for twin in TWINS:
@@ -98,14 +97,18 @@ def matrix(ranks: int) -> list[Case]:
             for layout in spread:
                 rows.append(Case(twin=twin, layout=layout, recompute=True, data=data))
                 rows.append(Case(twin=twin, layout=layout, lora=True, data=data))
-        for dtype in ("float32", "bfloat16"):
-            rows.append(Case(twin=twin, layout=spread[0], dtype=dtype))
-            rows.append(Case(twin=twin, layout=spread[-1], dtype=dtype, lora=True, recompute=True))
-    return rows
+        rows.append(Case(twin=twin, layout=spread[0], dtype="float32"))
+        rows.append(Case(twin=twin, layout=spread[-1], dtype="float32", lora=True, recompute=True))
+        # at 8 bits two honest runs route some tokens differently; skewed data leaves no choice. One hop: each further
+        # one rounds a token's sum once more, which one process does not
+        rows.append(Case(twin=twin, layout=spread[0], dtype="bfloat16", data="skewed"))
+        rows.append(Case(twin=twin, layout=spread[0], dtype="bfloat16", data="skewed", lora=True, recompute=True))
+    slow = [row for row in rows if row.twin in SLOW]
+    return [row for row in rows if row.twin not in SLOW] + slow[::9]
 
 
 SLOW = ("kimi_linear",)
-"""Twins whose linear attention runs token by token on a CPU: half the rows."""
+"""Twins whose linear attention runs token by token on a CPU: every ninth row, last."""
 
 
 def _with(layout: ParallelConfig, balance: BalanceConfig) -> ParallelConfig:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import tempfile
+import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -34,7 +36,15 @@ def run_ranks(ranks: int, work: Callable[..., Any], *args: Any) -> Any:
         return torch.load(Path(folder) / "result.pt", weights_only=False)
 
 
+def _follow_parent(parent: int) -> None:
+    """The server that forked this rank ends with the command; so must the rank."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
+
+
 def _rank(rank: int, ranks: int, folder: str, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    threading.Thread(target=_follow_parent, args=(os.getppid(),), daemon=True).start()
     torch.set_num_threads(1)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     store = f"file://{folder}/store"

@@ -24,6 +24,7 @@ from runtime.prove import twins
 from runtime.prove.case import Case, Data
 
 STEPS, MICRO_BATCHES, SEQUENCE = 2, 2, 9
+SEED = 7
 SKEWED_TO = 3
 """Experts that get all tokens of skewed data: as many as a token has, so all on one rank of two, two of four."""
 
@@ -42,9 +43,9 @@ class Outcome:
     """Load, dropped and rerouted slots of the last step."""
 
 
-def batches(ranks: int, data: Data) -> list[list[list[Tensor]]]:
+def batches(ranks: int, data: Data, seed: int) -> list[list[list[Tensor]]]:
     """int64 [sequences, SEQUENCE] for every step, micro-batch and rank."""
-    generator = torch.Generator().manual_seed(7)
+    generator = torch.Generator().manual_seed(seed)
 
     def sequences(step: int, micro: int, rank: int) -> int:
         if data == "empty":
@@ -63,7 +64,7 @@ def batches(ranks: int, data: Data) -> list[list[list[Tensor]]]:
     ]
 
 
-def run(case: Case, ranks: int, alone: bool, dtype: torch.dtype | None = None) -> Outcome:
+def run(case: Case, ranks: int, alone: bool, dtype: torch.dtype | None = None, seed: int = SEED) -> Outcome:
     """Train the case's twin for two steps.
 
     Args:
@@ -71,6 +72,7 @@ def run(case: Case, ranks: int, alone: bool, dtype: torch.dtype | None = None) -
         ranks: of the data, whoever works on it.
         alone: whether this process does all ranks' work by itself, with no sharding, dispatch or recomputation.
         dtype: of the whole model instead of the case's, for references.
+        seed: of the data.
 
     Returns:
         the outcome; for a run over ranks every rank has it.
@@ -79,7 +81,7 @@ def run(case: Case, ranks: int, alone: bool, dtype: torch.dtype | None = None) -
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-2, weight_decay=0.1)
     outcome = Outcome([], [], {}, {}, {})
-    for step in batches(ranks, case.data):
+    for step in batches(ranks, case.data, seed):
         tokens = sum(ids[:, 1:].numel() for micro in step for ids in micro)
         total = torch.zeros((), dtype=torch.float64)
         turns = _alone(step, case) if alone else [micro[meshes.rank] for micro in step]
@@ -133,7 +135,7 @@ def _prepare(case: Case, ranks: int, alone: bool, dtype: torch.dtype | None) -> 
             activation_checkpointing_kwargs={"use_reentrant": False, "context_fn": replay_contexts}
         )
     if case.lora:
-        apply_lora(model, LoraConfig(r=4, alpha=8.0, targets=("attention", "gmm")))
+        apply_lora(model, LoraConfig(r=4, alpha=8.0, targets=("attention", "gmm")), dtype=dtype or own)
         twins.fill(model, only="_B")
     meshes = Meshes.alone("cpu") if alone else _meshes(_groups(case.layout), ranks)
     parallelize(

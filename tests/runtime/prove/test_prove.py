@@ -356,7 +356,9 @@ def _with_fault(fault: str) -> list[Row]:
             patch.setattr("runtime.prove.run.finish_gradients", lambda model: None)
         else:
             patch.setattr(module, "_differentiate", scaled if fault == "experts scaled by ep" else severed)
-        return prove([Case(layout=ParallelConfig(ep=2)), Case(twin="gpt_oss", dtype="bfloat16")], show=False)
+        return prove(
+            [Case(layout=ParallelConfig(ep=2)), Case(twin="gpt_oss", dtype="bfloat16", data="skewed")], show=False
+        )
 
 
 @pytest.mark.slow
