@@ -28,7 +28,7 @@ def angles(table: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
     if spec.temporal:
         pairs = table.shape[-1] // 2
         sizes = (spec.temporal, spec.height, pairs - spec.temporal - spec.height)
-        parts = [p for half in table.chunk(2, dim=-1) for p in half.split(sizes, dim=-1)]
+        parts = [p for half in table.chunk(2, dim=-1) for p in torch.split(half, sizes, dim=-1)]
         table = torch.cat([part[i % 3] for i, part in enumerate(parts)], dim=-1)
     table = table.unsqueeze(-2)
     if spec.angles == "half":
