@@ -27,7 +27,7 @@ def angles(table: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
     """cos or sin of the first and of the second channel of each pair, [1 or B, T, 1, R / 2]."""
     if spec.temporal:
         pairs = table.shape[-1] // 2
-        sizes = (spec.temporal, spec.height, pairs - spec.temporal - spec.height)
+        sizes = [spec.temporal, spec.height, pairs - spec.temporal - spec.height]
         parts = [p for half in table.chunk(2, dim=-1) for p in torch.split(half, sizes, dim=-1)]
         table = torch.cat([part[i % 3] for i, part in enumerate(parts)], dim=-1)
     table = table.unsqueeze(-2)
