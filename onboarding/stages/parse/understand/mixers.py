@@ -38,7 +38,7 @@ def understand_attention(
     q, k, v = (call.inputs[name] for name in "qkv")
     options = call.inputs["kwargs"]
     tokens, keys = q.shape[-2], k.shape[-2]
-    mask = read_mask(call.inputs["mask"], tokens, keys)
+    mask = read_mask(_mask_of(call), tokens, keys)
     other = _twin_call(call, steps)
     many = steps[0].ids.shape[0] if call.function is None else 1  # written attention has the batch among its heads
     role = MixerRole(
@@ -60,6 +60,11 @@ def understand_attention(
     _prove_latent(part, call, steps[0], role, ledger, sizes)
     if mask.kind == "chosen":
         prove_selection(part, call, other, steps[0], mask, role, ledger, sizes)
+    window = options.get("sliding_window")
+    if isinstance(window, int) and window < tokens and mask.kind == "full":
+        published = sizes.of(window, r"window")
+        reason = "it is passed to the attention function, but no mask holds it: the plain function sees the whole past"
+        ledger.unproven("mixer", f"sliding window {published}", reason)
     _prove_function(call, mask, role, ledger)
     _prove_reach(part, role, mask, ledger)
     _prove_qk_norm(part, call, steps[0], role, ledger)
@@ -74,6 +79,24 @@ def _twin_call(call: Call, steps: tuple[Observation, Observation]) -> Call | Non
     place = [c for c in steps[0].calls if c.kind == "attention" and c.path == call.path].index(call)
     found = [c for c in steps[1].calls if c.kind == "attention" and c.path == call.path]
     return found[place] if place < len(found) else None
+
+
+def _mask_of(call: Call) -> Tensor | None:
+    """The mask of a call; where none was passed, what the function hides by itself (``is_causal`` and the like).
+
+    With the identity as values attention gives its weights, and what is hidden has weight 0.
+    """
+    given: Tensor | None = call.inputs["mask"]
+    if given is not None or call.function is None:
+        return given
+    q, k, v = (call.inputs[name].detach() for name in "qkv")
+    eye = torch.eye(k.shape[2], dtype=v.dtype).expand(*v.shape[:2], -1, -1)
+    try:
+        with torch.no_grad():
+            weights: Tensor = call.function(q, k, eye)
+    except Exception:  # it insists on values as wide as the keys
+        return None
+    return weights.transpose(1, 2) > 0 if weights.shape[-1] == k.shape[2] else None
 
 
 def _key_heads(queries: int, keys: int, sizes: Sizes) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from onboarding.stages.parse.roles import is_norm
 from onboarding.stages.parse.understand.compare import same
@@ -93,14 +94,14 @@ def reach(call: Call, tokens: int) -> Reach:
     generator = torch.Generator().manual_seed(5)
     future, extent, unbounded = False, 1, False
     with torch.no_grad():
-        base = _first(call.again({}))
+        base = first_tensor(call.again({}))
         if base.shape[:2] != x.shape[:2]:
             return Reach(future=False, extent=1, unbounded=False)
         for position in PROBES:
             moved = x.detach().clone()
             noise = torch.randn(moved[:, position].shape, generator=generator, dtype=moved.dtype)
             moved[:, position] += noise * moved.std()
-            difference = (_first(call.again({id(x): moved})) - base).abs().flatten(2).amax(-1)
+            difference = (first_tensor(call.again({id(x): moved})) - base).abs().flatten(2).amax(-1)
             felt = (difference > 1e-6 * base.abs().max()).any(0).nonzero().flatten()
             if len(felt) == 0:
                 continue
@@ -110,9 +111,8 @@ def reach(call: Call, tokens: int) -> Reach:
     return Reach(future=future, extent=extent, unbounded=unbounded)
 
 
-def _first(output: Any) -> Tensor:
-    from torch.utils._pytree import tree_leaves
-
+def first_tensor(output: Any) -> Tensor:
+    """The first tensor of what a module gave back."""
     return next(t for t in tree_leaves(output) if isinstance(t, Tensor))
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from onboarding.architecture import MixerRole
 from onboarding.stages.parse.understand.ledger import SHIFTED, Ledger, Sizes
 from onboarding.stages.parse.understand.observe import Call
+from onboarding.stages.parse.understand.parts import first_tensor, hidden
 
 SHIFT = 128
 """A multiple of every pool and chunk: attention that counts from absolute positions sees the same pools."""
@@ -36,6 +37,7 @@ def understand_positions(
     call: Call,
     shifted: Call | None,
     streams: list[Call],
+    mixer: Call,
     role: MixerRole,
     model: Any,
     ledger: Ledger,
@@ -47,6 +49,7 @@ def understand_positions(
         call: as the model counts.
         shifted: the same with all positions moved on.
         streams: with one row of positions (time, height, width) moved on at a time; none: there is one row.
+        mixer: the call of the whole mixer.
     """
     if role.bias == "alibi":
         role.positions = "alibi"
@@ -57,6 +60,12 @@ def understand_positions(
         return
     moved = {n: _moved(call.inputs[n], shifted.inputs[n]) for n in ("q", "k")}
     if not bool(moved["q"].any()) and not bool(moved["k"].any()):
+        order = swapped_error(mixer, role)
+        if order > 1e-4:
+            role.positions = "own"
+            reason = "the order of earlier tokens matters, but the positions are counted in the module's own code"
+            ledger.unproven("positions", "positions", reason)
+            return
         role.positions = "none"
         claim = "no positions" + (" but the relative bias" if role.bias == "relative" else "")
         ledger.claim("positions", claim, SHIFTED, 0.0, 0.0)
@@ -81,6 +90,25 @@ def understand_positions(
         ledger.unproven(
             "positions", "frequencies of the rotary embedding", f"no formula gives the measured angles ({error:.1e})"
         )
+
+
+def swapped_error(mixer: Call, role: MixerRole) -> float:
+    """How much later outputs change when two earlier tokens change places: nothing, where attention knows no order.
+
+    0 where that says nothing: windows, choices and convolutions know an order of their own.
+    """
+    x = hidden(mixer)
+    if role.kind != "full" or role.bias or role.convolution or x.dim() != 3 or x.shape[1] < 24:
+        return 0.0
+    order = torch.arange(x.shape[1])
+    order[[3, 11]] = order[[11, 3]]
+    try:
+        with torch.no_grad():
+            base, other = (first_tensor(mixer.again(replace)) for replace in ({}, {id(x): x.detach()[:, order]}))
+    except Exception:  # the mixer does not run alone
+        return 0.0
+    later = base[:, 12:]
+    return float((other[:, 12:] - later).norm() / later.norm().clamp_min(1e-12))
 
 
 def _multimodal(call: Call, streams: list[Call], rotation: Rotation, role: MixerRole, ledger: Ledger) -> None:

@@ -255,7 +255,7 @@ def _mixer(
         role = understand_attention(part, call, steps, ledger, sizes)
         shifted = others[place] if place < len(others) else None
         streams = [calls[place] for calls in rows if place < len(calls)]
-        understand_positions(call, shifted, streams, role, steps[0].model, ledger, sizes)
+        understand_positions(call, shifted, streams, part.call, role, steps[0].model, ledger, sizes)
         found.append(role)
     states = understand_recurrence(part, steps[0], ledger, sizes, attended=bool(found))
     if states:
