@@ -82,6 +82,7 @@ def test_remote_code_with_a_window(folder: Path) -> None:
     c, a = config("nimbus"), parsed("nimbus", folder)
     assert a.strip == "SSSA" * 8
     assert {block.mixer for block in a.blocks} == {"sliding GQA (4096)", "GQA"}
+    assert {block.feed_forward for block in a.blocks} == {"dense 14336"}, "whatever order w1, w2 and w3 come in"
     attention = 2 * c["hidden_size"] * c["head_dim"] * (c["num_attention_heads"] + c["num_key_value_heads"])
     layer = attention + 3 * c["hidden_size"] * c["intermediate_size"] + 2 * c["hidden_size"] + 2 * c["head_dim"]
     total = c["num_hidden_layers"] * layer + c["hidden_size"] * (2 * c["vocab_size"] + 1)

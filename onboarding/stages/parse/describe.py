@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from torch import nn
 
 from onboarding.stages.parse.leaves import LeafCall
@@ -69,14 +71,21 @@ def letters_for(mixers: list[str]) -> dict[str, str]:
 
 
 def feed_forward_width(module: nn.Module) -> int | None:
-    """The inner width of a feed-forward: what its last projection reads."""
-    widths: list[int] = []
+    """The inner width of a feed-forward: what its projection back reads.
+
+    That is the one of another shape where gate and up have the same, in whatever order they are listed; else the last.
+    """
+    shapes: list[tuple[int, int]] = []
     for child in module.modules():
         if isinstance(child, nn.Linear):
-            widths.append(child.in_features)
+            shapes.append((child.in_features, child.out_features))
         elif type(child).__name__ == "Conv1D":  # GPT-2's linear layer, its weight the other way round
-            widths.append(int(child.get_parameter("weight").shape[0]))
-    return widths[-1] if len(widths) > 1 else None
+            rows, columns = child.get_parameter("weight").shape
+            shapes.append((int(rows), int(columns)))
+    if len(shapes) < 2:
+        return None
+    single = [shape for shape, count in Counter(shapes).items() if count == 1]
+    return single[0][0] if len(single) == 1 else shapes[-1][0]
 
 
 def feed_forward_words(layer: nn.Module, roles: LayerRoles) -> str:
