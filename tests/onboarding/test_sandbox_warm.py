@@ -39,15 +39,28 @@ def test_escapes_fail(sandbox: Sandbox, parent: warm.WarmParent, escape: escapes
         assert escapes.attempt(sandbox, escape, parent) == ""
 
 
-def test_a_fork_is_quick_and_runs_as_python_m_would(parent: warm.WarmParent, tmp_path: Path) -> None:
+def test_a_fork_has_imported_already_and_runs_as_python_m_would(parent: warm.WarmParent, tmp_path: Path) -> None:
     sandbox = Sandbox()
     assert sandbox.backend is not backends.BUBBLEWRAP
-    best = min(sandbox.run_module("kernel_templates.registry", scratch=tmp_path).wall_s for _ in range(5))
-    cold = sandbox.run([sys.executable, "-c", "import torch"], scratch=tmp_path).wall_s
-    assert best < cold / 3
+    outcome = start(
+        sandbox, "import sys; print(sys.argv[0], sys.modules.keys() >= {'torch', 'timeit'})", tmp_path
+    ).wait()
+    assert outcome.stdout_tail.startswith("timeit True\n")
     outcome = sandbox.run_module("onboarding.no_such_module", scratch=tmp_path)
     assert outcome.reason == "exit 1"
     assert "ModuleNotFoundError" in outcome.stderr_tail
+
+
+@pytest.mark.slow  # a time: meaningful on a quiet machine only
+def test_a_fork_is_quick(parent: warm.WarmParent, tmp_path: Path) -> None:
+    """Best of ten: at most 50 ms to a program's first line and back, its end included."""
+    times = []
+    for _ in range(10):
+        begin = time.perf_counter()
+        start(Sandbox(), "pass", tmp_path).wait()
+        times.append(time.perf_counter() - begin)
+    cold = Sandbox().run([sys.executable, "-c", "pass"], scratch=tmp_path).wall_s
+    assert min(times) < 0.050 * max(1.0, cold / 0.050)
 
 
 def start(sandbox: Sandbox, code: str, scratch: Path, wall_s: float = 20.0) -> Running:
@@ -88,7 +101,7 @@ def test_everything_ends_with_the_one_who_asked(sandbox: Sandbox, parent: warm.W
         start(sandbox, "import os, time; os.fork(); os.setsid(); time.sleep(60)", tmp_path)
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(pid, 0)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while set(psutil.Process(parent.pid).children(recursive=True)) - before and time.monotonic() < deadline:
         time.sleep(0.02)
     assert escapes.left_over(parent.mark, parent.pid) == []
@@ -127,7 +140,7 @@ print(warm.shared().pid, flush=True)
 os._exit(0)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    pid, deadline = int(done.stdout), time.monotonic() + 10
+    pid, deadline = int(done.stdout), time.monotonic() + 60
     while psutil.pid_exists(pid) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
