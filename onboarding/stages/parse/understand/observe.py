@@ -101,6 +101,8 @@ class _Recorder(TorchFunctionMode):
             id(m) for parent in observation.model.modules() if isinstance(parent, nn.ModuleList) for m in parent
         }
         self.seen: set[int] = set()
+        self.counted = 0
+        """Added to every count 0, 1, 2 ... as long as the sequence that the model makes itself."""
         self.muted: list[int] = []
         """Blocks that run a second time (looped models): one round is enough."""
 
@@ -113,6 +115,9 @@ class _Recorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is torch.arange and self.counted:
+            count = func(*args, **kwargs)
+            return count + self.counted if count.shape[0] == self.observation.ids.shape[1] else count
         if func is _LINEAR:
             given = dict(zip(("x", "weight", "bias"), args, strict=False), **_renamed(kwargs))
             call = self.add("linear", "linear", given)
@@ -249,7 +254,7 @@ def run_ids(model: Any, seed: int, tokens: int = TOKENS) -> Tensor:
     return torch.randint(vocabulary, (BATCH, tokens), generator=torch.Generator().manual_seed(seed))
 
 
-def observe(model: Any, *, seed: int = 0, shift: int = 0, stream: int | None = None, **inputs: Any) -> Observation:
+def observe(model: Any, *, seed: int = 0, shift: int = 0, stream: int | None = None, own: bool = False) -> Observation:
     """Run the twin once, dropout off, gradients on.
 
     Args:
@@ -257,13 +262,14 @@ def observe(model: Any, *, seed: int = 0, shift: int = 0, stream: int | None = N
         seed: of the token ids.
         shift: added to every position that the model counts from 0.
         stream: of positions that come in several rows (time, height, width), move this one alone.
-        inputs: more arguments of the model's forward.
+        own: move on what the model's code counts itself, in place of what its modules are given.
     """
     model.eval()
     observation = Observation(model, run_ids(model, seed, tokens_for(model)))
     recorder = _Recorder(observation)
-    with quiet(), _watched(recorder), _shifted(model, shift, stream), recorder, torch.enable_grad():
-        observation.output = model(input_ids=observation.ids, use_cache=False, **inputs)
+    recorder.counted = shift if own else 0
+    with quiet(), _watched(recorder), _shifted(model, 0 if own else shift, stream), recorder, torch.enable_grad():
+        observation.output = model(input_ids=observation.ids, use_cache=False)
     return observation
 
 

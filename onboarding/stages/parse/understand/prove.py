@@ -157,7 +157,7 @@ def understand_twin(full: nn.Module, twin: Any, layers: list[int], kinds: list[l
         warnings.simplefilter("ignore")
         _fill_tables(twin)
         steps = (observe(twin, seed=0), observe(twin, seed=1))
-        moved = Moved(_shifted(twin), _streams(twin))
+        moved = Moved(_shifted(twin, steps[0]), _streams(twin))
         found = Understanding()
         prefix, stack = find_layers(twin, twin.config)
         _, full_stack = find_layers(full, full.config)
@@ -206,14 +206,20 @@ def _streams(twin: Any) -> list[Observation]:
     return [observe(twin, seed=0, shift=SHIFT, stream=stream) for stream in range(3)]
 
 
-def _shifted(twin: Any) -> Observation | None:
-    try:
-        return observe(twin, seed=0, shift=SHIFT)
-    except Exception:  # a table of learned positions that is shorter than the shift
+def _shifted(twin: Any, base: Observation) -> Observation | None:
+    """The first step with all positions moved on: as modules are given them, else as the model's code counts them."""
+    for shift in (SHIFT, 7):  # a table of learned positions may be short
         try:
-            return observe(twin, seed=0, shift=7)
+            moved = observe(twin, seed=0, shift=shift)
+            return moved if _differs(base, moved) else observe(twin, seed=0, shift=shift, own=True)
         except Exception:
-            return None
+            continue
+    return None
+
+
+def _differs(a: Observation, b: Observation) -> bool:
+    queries = [[c.inputs["q"] for c in step.calls if c.kind == "attention"] for step in (a, b)]
+    return any(not torch.allclose(x, y, atol=1e-6) for x, y in zip(*queries, strict=False))
 
 
 def _final_norms(step: Observation, prefix: str, ledger: Ledger) -> None:
