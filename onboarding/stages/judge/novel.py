@@ -38,6 +38,8 @@ ELEMENTS = {"interpreted": 12_000, "compiled": 4_000_000}
 """Most elements that the inputs of one case may have together."""
 SPREADS = {"normal": 1.0, "small": 0.25, "wide": 2.0, "shifted": 1.0}
 """What a case multiplies the normal values of its signature by; ``shifted`` moves their mean by half a spread."""
+WITH_EMPTY = 6
+"""Cases from which on one is empty."""
 _ODD = (1, 2, 3, 5, 7, 15, 17, 31, 33, 47, 63, 65, 96, 127, 129, 200, 255, 257)
 
 Tensors = dict[str, Tensor | None]
@@ -220,7 +222,7 @@ class NovelFamily:
     # ---- cases.py ------------------------------------------------------------------------------------------------
 
     def cases(self, spec: NovelSpec, rng: random.Random, count: int, level: str) -> list[Case]:
-        """Odd and published sizes drawn from the signature, within the level's budget of elements."""
+        """Odd and published sizes from the signature, within the level's budget of elements, and an empty call."""
         found = []
         for number in range(count):
             distribution = "normal" if number % 2 == 0 else rng.choice(sorted(SPREADS))
@@ -229,7 +231,24 @@ class NovelFamily:
             found.append(
                 Case(name=f"{number}: {words}, {distribution}", dims=dims, dtype=spec.dtype, distribution=distribution)
             )
+        if count >= WITH_EMPTY and (empty := self._empty(spec)) is not None:
+            found[-1] = empty
         return found
+
+    def _empty(self, spec: NovelSpec) -> Case | None:
+        """A call without elements, if the reference is defined for one."""
+        dims = dict(self.typical(spec).dims)
+        leading = [size for t in spec.call.inputs for size in t.shape if isinstance(size, str)]
+        free = [n for n in leading if n in dims and spec.call.dims[n].least <= 1 and not spec.call.dims[n].choices]
+        if not free:
+            return None
+        case = Case(name=f"empty: {free[0]} 0", dims={**dims, free[0]: 0}, dtype=spec.dtype, distribution="normal")
+        tensors = self.make_tensors(spec, case, torch.Generator().manual_seed(0), torch.float32, "cpu")
+        try:
+            self.reference(tensors, spec)
+        except Problem:
+            return None
+        return case
 
     def typical(self, spec: NovelSpec) -> Case:
         """One small case with odd sizes, always the same."""
