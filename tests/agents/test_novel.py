@@ -30,7 +30,7 @@ def test_a_spec_survives_json_and_knows_its_bytes() -> None:
     assert SPEC.call.bind({"x": (3, 5), "scale": (5,)}) == {"N": 3, "D": 5}
 
 
-WRONG = {
+WRONG: dict[str, tuple[dict[str, tuple[int, ...]], str]] = {
     "shape that does not fit": ({"x": (3, 5), "scale": (4,)}, "does not fit"),
     "too few dims": ({"x": (3,), "scale": (5,)}, "has shape"),
 }

@@ -24,38 +24,49 @@ GET /static/{name}
 GET /v1/examples
 GET /v1/jobs
 GET /v1/jobs/{job_id}
+GET /v1/jobs/{job_id}/agent
+GET /v1/jobs/{job_id}/agent/{entry_id}
 GET /v1/jobs/{job_id}/artifacts
 GET /v1/jobs/{job_id}/artifacts/{digest}
 GET /v1/jobs/{job_id}/events
 GET /v1/jobs/{job_id}/logs/{stage}
 GET /v1/jobs/{job_id}/stages/{stage}
 POST /jobs
+POST /jobs/{job_id}/approvals
 POST /jobs/{job_id}/cancel
+POST /jobs/{job_id}/kernels/{digest}/candidate
 POST /jobs/{job_id}/retry
 POST /signout
 POST /v1/jobs
+POST /v1/jobs/{job_id}/approvals
 POST /v1/jobs/{job_id}/cancel
 POST /v1/jobs/{job_id}/retry
 POST /v1/signin-links
+PUT /v1/jobs/{job_id}/kernels/{digest}/candidate
 """
 
 COMMANDS = """
+agent approve: job stage key
+agent candidate: job key source
+agent decline: job stage key
+agent show: job --json
 bundle pull: job --to --replace
 bundle verify: path --key
 cancel: job
 demo: --to --profile
 diff: before after --sequence-length --all --json
-doctor: --json
+doctor: --json --llm
 finetune: bundle --data --weights --twin --output --steps --sequence-length --batch --microbatch --lr \
 --rank --target --full --ranks --ep --device --kernels --key --set --dry-run
 jobs: --state --limit --json
+judge: candidate --spec --seed --cases --device --unsafe-no-sandbox --json
 parse: what --sequence-length --target --json
 report: job --out --open
 retry: job --watch
 serve:
 signin: page
 stop:
-submit: what --profile --name --device --target --sequence-length --watch
+submit: what --profile --name --device --target --sequence-length --policy --approve --watch
 watch: job
 """
 
