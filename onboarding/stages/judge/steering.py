@@ -30,11 +30,11 @@ Tensors = dict[str, Tensor | None]
 _TALLEST = {
     "norm": 6_500,
     "gated_activation": 6_500,
-    "moe": 600,
+    "moe": 400,
     "linear_attention": 300,
-    "linear_cross_entropy": 1_200,
+    "linear_cross_entropy": 800,
 }
-_TALL = 2_500
+_TALL = 1_000
 """Largest size of what a spec does not fix (rows, tokens, length), by family: one or two seconds of interpretation."""
 _LITERAL = {"norm": 1 << 15, "gated_activation": 1 << 15}
 """Largest size that a number in the source can lead to, where it is larger: one program takes 128 rows."""
