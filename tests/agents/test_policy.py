@@ -16,6 +16,7 @@ from onboarding.policy import RulePolicy, Spending
 from onboarding.problem import Problem
 from onboarding.settings import LlmSettings, Settings
 from onboarding.store import Store
+from workers.step_main import policy_of
 
 GAPS = {"gaps": ["a", "b"], "rows": [{"digest": "a", "saving_ms": 9.0}, {"digest": "b", "saving_ms": 1.0}]}
 FACTS = {"kernels": [{"worst": 0.6841, "cases": 12}], "total": 49_100_000_000}
@@ -83,3 +84,15 @@ def test_without_a_model_rules_decide_and_asking_for_one_is_a_problem(tmp_path: 
     assert isinstance(policy_for(bare, store, who, JobOptions(), None), RulePolicy)
     with pytest.raises(Problem, match="none is configured"):
         policy_for(bare, store, who, JobOptions(policy="llm"), None)
+
+
+def test_a_steps_process_takes_the_policy_that_the_job_wants(tmp_path: Path) -> None:
+    store = Store(f"sqlite:///{tmp_path / 'onboard.db'}")
+    store.migrate()
+    job = store.create_job(name="m", model_type="t", owner="o", definition="d")
+    (step,) = store.steps(job.id)
+    told = settings(tmp_path)
+    for wanted, kind in (("auto", LLMPolicy), ("llm", LLMPolicy), ("rules", RulePolicy)):
+        options = JobOptions.model_validate({"policy": wanted})
+        assert type(policy_of(told, store, job, step, options)) is kind
+    assert type(policy_of(Settings(home=tmp_path), store, job, step, JobOptions())) is RulePolicy
