@@ -53,7 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
                 return measure(entry, parts, row)
             return measure(entry, row.incomplete, row)  # --again: what was shown need not be shown again
 
-        sweep(chosen, options.results, run, jobs=options.jobs, seconds=options.seconds, report=_say)
+        sweep(chosen, options.results, run, jobs=options.jobs, seconds=options.seconds, known=known, report=_say)
     if options.report:
         from benchmarks.coverage.report import write_report
 

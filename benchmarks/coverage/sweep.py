@@ -6,10 +6,11 @@ and a crash, a hang or a memory hog costs one row.
 
 from __future__ import annotations
 
+import dataclasses
 import multiprocessing
 import resource
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -42,6 +43,7 @@ def sweep(
     jobs: int = 1,
     seconds: float = 180.0,
     gigabytes: float = 12.0,
+    known: Mapping[str, Row] | None = None,
     report: Callable[[Row], None] = lambda row: None,
 ) -> None:
     """Measure entries and append each row to the results file as soon as it is known.
@@ -53,6 +55,7 @@ def sweep(
         jobs: children side by side.
         seconds: a child's time limit.
         gigabytes: a child's address space.
+        known: earlier rows by key; one that gives no answer this time stays as it was, with the reason added.
         report: called with each row.
     """
     context = multiprocessing.get_context("fork")
@@ -69,7 +72,7 @@ def sweep(
         left = min(child.deadline for child in running) - time.monotonic()
         ready = wait([child.pipe for child in running], timeout=max(left, 0.0))
         for child in list(running):
-            row = _finished(child, child.pipe in ready, seconds)
+            row = _finished(child, child.pipe in ready, seconds, (known or {}).get(child.entry.key))
             if row is not None:
                 running.remove(child)
                 with results.open("a") as file:
@@ -83,7 +86,7 @@ def _child(pipe: Connection, measure: Callable[[Entry], Row], entry: Entry, giga
     pipe.send(measure(entry).to_json())
 
 
-def _finished(child: _Child, ready: bool, seconds: float) -> Row | None:
+def _finished(child: _Child, ready: bool, seconds: float, known: Row | None) -> Row | None:
     """The row of a child that has answered, died or run out of time; None while it works."""
     text, reason = "", ""
     if ready:
@@ -102,10 +105,10 @@ def _finished(child: _Child, ready: bool, seconds: float) -> Row | None:
     if text:
         return Row.from_json(text)
     entry = child.entry
-    return Row(
-        mapping=entry.mapping,
-        model_type=entry.model_type,
-        class_name=entry.class_name,
-        problem={"type": "no-answer", "title": reason, "detail": ""},
-        twin_problem={"type": "no-answer", "title": reason, "detail": ""},
+    row = known or Row(mapping=entry.mapping, model_type=entry.model_type, class_name=entry.class_name)
+    problem = {"type": "no-answer", "title": reason, "detail": ""}
+    return dataclasses.replace(
+        row,
+        problem=row.problem if row.forward else problem,
+        twin_problem=row.twin_problem if row.twin else problem,
     )

@@ -34,13 +34,12 @@ def derive(
     """
     attempt = partial(_attempt, layers_at_least=layers_at_least, sequence_length=sequence_length)
     try:
-        return with_repairs(config, attempt, assume=assume)[0]
+        return with_repairs(config, partial(attempt, explain=False), assume=assume)[0]
     except Problem as problem:
         if problem.kind != "twin-not-derived":
             raise
-        repaired = repaired_config(config, assume=assume)  # what only a run at the published size shows
-        if repaired is None:
-            raise
+    # what only a run shows: first one at the published size, whose sizes repairs are derived from
+    repaired = repaired_config(config, assume=assume) or config
     return with_repairs(repaired, attempt, assume=assume)[0]
 
 
@@ -55,7 +54,10 @@ def repaired_config(config: dict[str, Any], *, assume: bool) -> dict[str, Any] |
     return repaired if repairs else None
 
 
-def _attempt(config: dict[str, Any], state: Attempt, *, layers_at_least: int, sequence_length: int) -> TwinPlan:
+def _attempt(
+    config: dict[str, Any], state: Attempt, *, layers_at_least: int, sequence_length: int, explain: bool = True
+) -> TwinPlan:
+    """Search on one configuration; ``explain`` hands on the first proposal's exception, from which repairs are read."""
     full, published = _full(config, state)
     failures, raised = list[str](), list[Exception]()
     plan = _search(full, published, layers_at_least, sequence_length, failures, raised)
@@ -75,7 +77,7 @@ def _attempt(config: dict[str, Any], state: Attempt, *, layers_at_least: int, se
             "twin-not-derived",
             f"no small model with the layers of {config.get('model_type', 'this config')} could be built",
             "; ".join(failures),
-        ) from next(iter(raised), None)
+        ) from (next(iter(raised), None) if explain else None)
     return plan
 
 
