@@ -48,7 +48,7 @@ def _rank(rank: int, ranks: int, folder: str, work: Callable[..., Any], args: tu
     torch.set_num_threads(1)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     store = f"file://{folder}/store"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=120))
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=300))
     result = work(*args)
     if rank == 0:
         torch.save(result, Path(folder) / "result.pt")
