@@ -96,8 +96,7 @@ def test_a_small_context_cuts_the_least_telling_first() -> None:
     assert user.count("r") > 3000 > 500 > user.count("l")
 
 
-@pytest.mark.parametrize("name", CORPUS)
-def test_an_agent_that_obeys_gains_nothing(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_agent_that_obeys_gains_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A gullible model repeats the injected text as its plan, its decomposition, and in its source."""
     seen: list[tuple[str, Any]] = []
 
@@ -105,16 +104,20 @@ def test_an_agent_that_obeys_gains_nothing(name: str, tmp_path: Path, monkeypatc
         seen.append((body, unsafe))
         return Climb(source=compose(body, spec), rung=2, reasons=["not clean"])
 
+    def gullible(schema: str, prompt: str, n: int) -> dict[str, Any]:
+        text = CORPUS[name]
+        return written(f"# {json.dumps(text)}\n{operators.BODY}", text) | {"plan": text}
+
     monkeypatch.setattr(agents.ladder, "climb", climb)
-    gullible = written(f"# {json.dumps(CORPUS[name])}\n{operators.BODY}", CORPUS[name]) | {"plan": CORPUS[name]}
-    bench, sender = solo(tmp_path, lambda schema, prompt, n: gullible if schema == "written" else {}, rounds=1)
-    solved = bench.search(injected(name))
-    assert not solved.accepted
-    assert len(sender.bodies) == 1, "no further call was bought"
-    assert set(sender.bodies[0]) == {"model", "messages", "max_tokens", "response_format"}
-    assert seen[0][1] is False, "the sandbox stays on"
-    (body,) = sender.bodies
-    assert body["response_format"]["json_schema"]["schema"] == author.Written.model_json_schema()
+    bench, sender = solo(tmp_path, gullible, rounds=1)
+    for number, name in enumerate(CORPUS, start=1):
+        solved = bench.search(injected(name))
+        assert not solved.accepted, name
+        assert len(sender.bodies) == number, f"{name}: no further call was bought"
+        assert seen[-1][1] is False, "the sandbox stays on"
+        body = sender.bodies[-1]
+        assert set(body) == {"model", "messages", "max_tokens", "response_format"}
+        assert body["response_format"]["json_schema"]["schema"] == author.Written.model_json_schema()
 
 
 @pytest.mark.sandbox

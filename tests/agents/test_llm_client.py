@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
+import functools
 import json
 import random
+import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +54,23 @@ class Bench:
         return [(e.role, e.state) for e in self.store.ledger(self.caller.who.job_id)]
 
 
-def bench(tmp_path: Path, url: str, limits: BudgetLimits | None = None, **settings: Any) -> Bench:
-    store = Store(f"sqlite:///{tmp_path / 'onboard.db'}")
+@functools.cache
+def migrated() -> Path:
+    """An empty database, migrated once for all tests here."""
+    path = Path(tempfile.mkdtemp(prefix="onboard-test-")) / "empty.db"
+    store = Store(f"sqlite:///{path}")
     store.migrate()
+    with store.engine.connect() as connection:
+        connection.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)")
+    store.close()
+    atexit.register(shutil.rmtree, path.parent, ignore_errors=True)
+    return path
+
+
+def bench(tmp_path: Path, url: str, limits: BudgetLimits | None = None, **settings: Any) -> Bench:
+    tmp_path.mkdir(exist_ok=True)
+    shutil.copyfile(migrated(), tmp_path / "onboard.db")
+    store = Store(f"sqlite:///{tmp_path / 'onboard.db'}")
     job = store.create_job(name="m", model_type="t", owner="o", definition="d")
     told = LlmSettings(base_url=url, model="scripted", api_key=SecretStr(KEY), price_in=10, price_out=30, **settings)
     slept: list[float] = []
