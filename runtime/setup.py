@@ -164,7 +164,7 @@ def start(world: World) -> torch.device:
             # torchrun's store outlives a restart: an attempt must not read the addresses of the one before
             store, rank, size = next(rendezvous("env://"))
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-            store = dist.PrefixStore(f"attempt-{attempt}", store)
+            store = dist.PrefixStore(f"attempt-{attempt}", store)  # type: ignore[attr-defined]
             dist.init_process_group(backend, store=store, rank=rank, world_size=size)
         else:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
