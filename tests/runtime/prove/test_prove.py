@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from kernel_templates.tolerance import relative_rms
 from runtime.experts.buffers import RingPool
 from runtime.experts.dispatch import dispatch
+from runtime.experts.packed import pack_experts
 from runtime.experts.routing import CountedRouting
 from runtime.experts.sites import find_experts
 from runtime.experts.transport import Transport
@@ -235,6 +236,22 @@ def _accumulation() -> Any:
     return {"worst": max(relative_rms(found[1][n], found[0][n]) for n in found[0] if found[0][n].abs().max() > 1e-12)}
 
 
+def _packed() -> Any:
+    """Adapters on a base in 8 bits: expert ranks against one process."""
+    ids = torch.randint(0, twins.VOCABULARY, (1, 9), generator=torch.Generator().manual_seed(9))
+    found: list[dict[str, Tensor]] = []
+    for meshes in (_meshes(ParallelConfig(ep=2), RANKS), Meshes.alone("cpu")):
+        twin = twins.build("qwen3_moe", torch.float64)
+        apply_lora(twin, LoraConfig(r=4, targets=("gmm",)))
+        twins.fill(twin, only="_B")
+        pack_experts(twin, "fp8")
+        parallelize(twin, meshes, ParallelConfig(ep=meshes.ep_size))
+        # every rank has the same tokens, so the ranks' sum is RANKS times one process's gradient
+        (twin(input_ids=ids, labels=ids, use_cache=False).loss / meshes.world_size).backward()
+        found.append({n: whole_tensor(p.grad) for n, p in twin.named_parameters() if p.grad is not None})
+    return {"worst": max(relative_rms(found[0][n], found[1][n]) for n in found[1]), "count": len(found[0])}
+
+
 def _everything(folder: str) -> Any:
     facts = {
         "rows": prove(quick(RANKS), show=False),
@@ -246,6 +263,7 @@ def _everything(folder: str) -> Any:
         ],
         "adapters": _rank_zero_holds(_adapters(folder)),
         "compressed": {c: _rank_zero_holds(_compressed(c)) for c in ("none", "bf16", "fp8")},
+        "packed": _rank_zero_holds(_packed()),
         "accumulation": _rank_zero_holds(_accumulation()),
     }
     for name, layout in {
@@ -313,6 +331,11 @@ def test_error_feedback_loses_nothing(facts: dict[str, Any], compression: str, f
     found = facts["compressed"][compression]
     assert max(found["first"]) < first
     assert max(found["mean"]) < max(first / 15, 1e-6)
+
+
+def test_a_packed_base_is_split_like_any_other(facts: dict[str, Any]) -> None:
+    assert facts["packed"]["count"] == [8] * RANKS
+    assert max(facts["packed"]["worst"]) < 1e-6
 
 
 def test_case_6_accumulation_changes_nothing(facts: dict[str, Any]) -> None:
