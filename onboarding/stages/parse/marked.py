@@ -70,10 +70,9 @@ def own_loops(module: ModuleType, *, forwards: bool = False) -> list[MarkedFunct
     that hold such a loop instead, which only a run can tell from a loop for decoding.
     """
     found = []
-    for owner in (
-        module,
-        *(c for c in vars(module).values() if isinstance(c, type) and c.__module__ == module.__name__),
-    ):
+    classes = [c for c in vars(module).values() if isinstance(c, type) and c.__module__ == module.__name__]
+    owners: list[ModuleType | type] = [module, *classes]
+    for owner in owners:
         for attribute, function in list(vars(owner).items()):
             if not inspect.isfunction(function) or function.__module__ != module.__name__:
                 continue
