@@ -34,6 +34,7 @@ PLAN = (
 EQUIVALENT: dict[str, str] = {
     r"in `if rows > 0 and hidden > 0:`$": "a launch of no programs does nothing, and no tensor has rows of no columns",
     r"numel\(\) >= 0 in `if (dy|y).numel\(\) > 0:`$": "a launch of no programs does nothing",
+    r"^gated_activation: up_RC \+ 0\.0 -> ": "zero is added",
     r"in `if hidden > MAX_HIDDEN:`$": "differs at 2^20 columns only, where both the check and a tile end",
     r"^norm: 0\.0 -> 0\.125 in `(unit|dunit|gate)_RD = ": "masked lanes of a product whose other factor is zero there",
     r"^norm: 0\.0 -> 0\.125 in `(rstd_R|scale_D) = ": "masked lanes of a product whose other factor is zero there",

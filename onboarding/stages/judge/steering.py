@@ -43,6 +43,8 @@ _ELEMENTS = {"interpreted": 1 << 18, "compiled": 1 << 27}
 """Most elements that the largest input of one case may have; a size that the source names may take four times that."""
 _HEADS = 8
 """Heads are independent of each other and each costs as much as the first."""
+_BOUNDARY = {"norm": ("hidden",), "gated_activation": ("width",), "moe": ("experts", "hidden", "intermediate")}
+"""Sizes of a spec that may be anything: tried at powers of two and beside them, where padding and bins end."""
 _GROWING = ("rows", "tokens", "length")
 _CONTRACT = frozenset({"FAMILY", "SPEC", "INPUTS", "OUTPUTS", "TRAITS", "CONFIGS", "INTERPRETER", "DETERMINISM"})
 
@@ -136,7 +138,7 @@ def cases(
     if not plain:
         return []
     maker = _Maker(spec, plain, level)
-    found = [*maker.published(), *maker.tall(rng)]
+    found = [*maker.published(), *maker.tall(rng), *maker.boundary(rng)]
     tallest = max((case.dims[maker.main] for case in found), default=0) if maker.main else 0
     for number in [n for n in numbers.sizes if n <= _largest(spec, level)][: max(2, count // 3)]:
         cheap = spec.family in _LITERAL and number <= tallest
@@ -193,6 +195,13 @@ class _Maker:
             return []
         most = _TALLEST.get(self.spec.family, _TALL)
         return self.resized({self.main: rng.randint(5 * most // 6, most)}, "tall")
+
+    def boundary(self, rng: random.Random) -> list[Case]:
+        """Beside a power of two in every size that allows it; in the first always one below, where bins are full."""
+        first, *others = _BOUNDARY.get(self.spec.family, ("",))
+        change = {first: (1 << rng.randint(2, 5)) - 1}
+        change |= {n: (1 << rng.randint(2, 5)) + rng.choice((-1, 0, 1)) for n in others}
+        return self.resized(change, "boundary sizes") if first else []
 
     def resized(self, change: dict[str, int], why: str, times: int = 1) -> list[Case]:
         """The most telling case in the dims of the cheapest with some changed; none if forbidden or too large."""
