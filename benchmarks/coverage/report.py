@@ -22,7 +22,8 @@ and writes this page; `python -m benchmarks.coverage --help` tells how to measur
   finite, and the loss falls (first -> last).
 - **roles**: claims about roles and variants that hold numerically on the twin, of all that were made.
 - **tower**: the vision tower's forward and backward graphs are known; `-` where there is none.
-- seconds are those of the parse, on two cores that other work shared.
+- seconds are those of the parse, on two cores that other work shared (the load was 20 to 90 for many rows).
+- a row holds the last measurement of each of its parts; `--again` repeats what is not complete.
 """
 
 
