@@ -152,7 +152,7 @@ def _group_size(func: Any, args: Any, kwargs: Any) -> int:
                 continue  # a reduction operator is a script object too
         if isinstance(value, str):
             try:
-                return torch._C._distributed_c10d._resolve_process_group(value).size()
+                return torch._C._distributed_c10d._resolve_process_group(value).size()  # type: ignore[arg-type]  # a str
             except (RuntimeError, ValueError, LookupError):
                 continue  # the name of a reduction
     return dist.get_world_size()
@@ -181,7 +181,7 @@ def dry_run(
         Refused: the layout does not fit the ranks or the model, or the definition cannot be used.
     """
     begun = time.monotonic()
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)  # type: ignore[no-untyped-call]
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     try:
         return _stepped(definition, ranks, parallel, rank, tokens, lora, begun)
     except ValueError as error:
@@ -228,7 +228,7 @@ def _stepped(
         with watch, counting(model, global_tokens=tokens * ranks):
             loss = _loss(model, ids)
             watch.phase = "backward"
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
         with watch:
             watch.phase = "update"
             finish_gradients(model)

@@ -46,13 +46,14 @@ def _connected(x: Tensor, fn: Tensor, base: Tensor, scale: Tensor, spec: Spec) -
         outputs["post"] = spec.post_factor * torch.sigmoid(logits[..., at : at + n]) + spec.post_floor
         at += n
     if spec.rounds:
-        outputs["comb"] = sinkhorn(logits[..., at:].unflatten(-1, (n, n)), spec.rounds, spec.floor)
+        outputs["comb"] = sinkhorn(logits[..., at:].reshape(*logits.shape[:-1], n, n), spec.rounds, spec.floor)
     return outputs
 
 
 def reference(tensors: Tensors, spec: Spec) -> dict[str, Tensor]:
     """h [..., C], post [..., n], comb [..., n, n]; computed in fp32 or, for fp64 inputs, fp64."""
-    return _connected(*(_wide(tensors[name]) for name in ("x", "fn", "base", "scale")), spec)
+    x, fn, base, scale = (_wide(tensors[name]) for name in ("x", "fn", "base", "scale"))
+    return _connected(x, fn, base, scale, spec)
 
 
 def rounded_reference(
@@ -63,5 +64,6 @@ def rounded_reference(
     Post and comb are fp32 outputs; the parameters and their gradients have their own dtype, fp32 as a rule.
     """
     x = rounded(_wide(tensors["x"]), mma_dtype)
-    outputs = _connected(x, *(_wide(tensors[name]) for name in ("fn", "base", "scale")), spec)
+    fn, base, scale = (_wide(tensors[name]) for name in ("fn", "base", "scale"))
+    outputs = _connected(x, fn, base, scale, spec)
     return {**outputs, "h": rounded(outputs["h"], mma_dtype)}

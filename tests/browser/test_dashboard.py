@@ -224,7 +224,8 @@ def test_no_width_scrolls_sideways(site: Site) -> None:
     page = site.page()
     paths = ["/", "/docs", f"/jobs/{story.id}/kernels/{next(iter(DIGESTS.values()))}"]
     paths += [
-        f"/jobs/{story.id}?tab={tab}" for tab in ("model", "gaps", "kernels", "numerics", "training", "agent", "artifacts")
+        f"/jobs/{story.id}?tab={tab}"
+        for tab in ("model", "gaps", "kernels", "numerics", "training", "agent", "artifacts")
     ]
     for path in paths:
         site.open(page, path)

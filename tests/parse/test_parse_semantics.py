@@ -79,7 +79,7 @@ def test_biases_are_told_apart() -> None:
 
 @pytest.mark.parametrize("kind", ["linear", "llama3", "yarn"])
 def test_rotary_formulas_are_transformers(kind: str) -> None:
-    extra = {
+    extra: dict[str, dict[str, Any]] = {
         "llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192},
         "yarn": {"original_max_position_embeddings": 4096},
         "linear": {},

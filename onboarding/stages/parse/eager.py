@@ -87,7 +87,7 @@ def _fallback_cost(leaf: LeafCall, tokens: int) -> tuple[int, float, float]:
 def _state_space_cost(leaf: LeafCall) -> tuple[int, float, float]:
     """Operators, FLOPs and bytes of a marked state space scan's torch version, forward and backward."""
     facts = leaf.facts
-    given = {"device": "meta", "requires_grad": True}
+    given: dict[str, Any] = {"device": "meta", "requires_grad": True}
     x, dt, b, c = (torch.empty(shape, dtype=_dtype(facts["dtype"]), **given) for shape in leaf.shapes)
     heads = [torch.empty(facts["value_heads"], dtype=torch.float32, **given) for _ in range(3)]
     tracer = Tracer({})
@@ -106,7 +106,7 @@ def _convolution_cost(leaf: LeafCall) -> tuple[int, float, float]:
     facts = leaf.facts
     batch, tokens, channels = leaf.shapes[0]
     tracer = Tracer({})
-    given = {"dtype": _dtype(facts["dtype"]), "device": "meta", "requires_grad": True}
+    given: dict[str, Any] = {"dtype": _dtype(facts["dtype"]), "device": "meta", "requires_grad": True}
     x = torch.empty(batch, tokens, channels, **given).transpose(1, 2)
     weight = torch.empty(channels, facts["width"], **given)
     bias = torch.empty(channels, **given) if facts["bias"] else None
