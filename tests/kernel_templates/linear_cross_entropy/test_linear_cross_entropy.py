@@ -291,7 +291,7 @@ def test_no_case_of_the_judge_is_a_difference_of_equal_numbers():
     spec = Spec(hidden=64, vocabulary=500, reduction="none")
     found = [t for seed in range(3) for t in trials.draw(spec, 7, "interpreted", torch.device("cpu"), seed)]
     assert any(t.expanded[0] for t in found)
-    assert ("weight", 0) not in {t.expanded for t in found}
+    assert ("weight", 0) not in {t.expanded for t in found if t.case.dims["rows"]}
 
 
 def test_two_runs_are_bitwise_equal():
