@@ -59,6 +59,8 @@ class Call:
     needs: frozenset[str]
     """Inputs that require a gradient."""
     expected: dict[str, Expected] = field(default_factory=dict)
+    repeats: int = 1
+    """How often one value stands in an input or a gradient: so many elements of a result share one rounding."""
     well_posed: bool = True
     """Whether a kernel can be held to the limits: the family's own algorithm meets its cap, everything is finite, and
     (fp32) no exact result moves by half its limit when the inputs move by a few units in the last place, as one does
@@ -121,14 +123,15 @@ def expect(call: Call) -> Call:
     dtype = working_dtype(call.spec)
     exact = _evaluate(call, torch.float64, rounded=False)
     noise = _squared_errors(call, exact)
-    if dtype is not torch.float32 and any(effective_count(n) < FEW for n in noise.values()):
+    few = FEW if call.repeats == 1 else FEW_ROUNDINGS * call.repeats
+    if dtype is not torch.float32 and any(effective_count(n) < few for n in noise.values()):
         draws = [noise] + [_squared_errors(other, None) for other in _neighbours(call, _NEIGHBOURS, 2.0**-6)]
         noise = {name: torch.stack([draw[name] for draw in draws]).mean(0) for name in noise}
     for name, value in exact.items():
         source = call.tensors[name.removeprefix("grad ")] if name.startswith("grad ") else outputs[name]
         assert source is not None
         gradient_of = name.removeprefix("grad ") if name.startswith("grad ") else None
-        error, factor = _relative(noise[name], value), luck(effective_count(noise[name]))
+        error, factor = _relative(noise[name], value), luck(max(effective_count(noise[name]) / call.repeats, 1.0))
         fair = error <= max(tolerance.cap(call.spec.family, dtype, gradient_of), tolerance.FLOORS[dtype])
         call.well_posed &= fair and bool(value.isfinite().all())
         call.expected[name] = Expected(
@@ -149,9 +152,12 @@ def expect(call: Call) -> Call:
 # Kernel and rounded reference round at the same places but not to the same side: two draws of the same noise. Over
 # many elements their RMS agree closely and 1.5 is ample. Over few it is not: a single element may be 1.5 sigma off
 # one time in seven. So where few elements make up the error, its size is estimated from several inputs that differ
-# in their last bits, and the factor is the quantile of the chi-squared distribution with that many degrees.
+# in their last bits, and the factor is the quantile of the chi-squared distribution with that many degrees. A value
+# that is repeated is rounded once for all: its elements count as one.
 
 FEW = 300
+FEW_ROUNDINGS = 50
+"""From so many on the factor is 1.5 anyway."""
 _NEIGHBOURS = 3
 _SIGMAS = 5.0
 _FEW_ULPS = 2.0**-21

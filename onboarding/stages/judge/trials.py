@@ -218,7 +218,8 @@ def _changed(call: Call, twist: str, rng: random.Random) -> tuple[Call | None, t
     """The call with other values, for the twists that need them; and the input and dim that became constant."""
     if twist == "ones":
         ones = {n: torch.ones_like(g) for n, g in call.upstream.items()}
-        return dataclasses.replace(call, upstream=ones, expected={}), ("", 0)
+        widest = max((_sizes(g)[-1] for g in ones.values() if g.ndim and g.numel()), default=1)
+        return dataclasses.replace(call, upstream=ones, expected={}, repeats=widest), ("", 0)
     if twist == "missing" and len(call.upstream) > 1:
         gone = rng.choice(sorted(call.upstream))
         rest = {n: g for n, g in call.upstream.items() if n != gone}
@@ -231,7 +232,9 @@ def _changed(call: Call, twist: str, rng: random.Random) -> tuple[Call | None, t
             tensor = call.tensors[name]
             assert tensor is not None
             constant = tensor.narrow(dim, 0, 1).expand_as(tensor).contiguous()
-            return dataclasses.replace(call, tensors={**call.tensors, name: constant}, expected={}), (name, dim)
+            tensors = {**call.tensors, name: constant}
+            changed = dataclasses.replace(call, tensors=tensors, expected={}, repeats=tensor.shape[dim])
+            return changed, (name, dim)
     return None, ("", 0)
 
 
