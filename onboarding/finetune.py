@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,11 @@ def prepare(options: Options, voice: Voice) -> Path:
     output = Path(options.output).resolve()
     bundle = Path(options.bundle).resolve()
     model_type = str(json.loads((bundle / "bundle.json").read_text())["model_type"])
-    output.mkdir(parents=True, exist_ok=True)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise Problem("output-unusable", f"cannot write to {output}", error.strerror or str(error)) from None
+    same_request(options, bundle, output)
     if options.twin:
         voice.say("preparing", words="deriving the reduced twin and drawing its initial values")
         base = twin(bundle, output, options)
@@ -100,6 +105,32 @@ def prepare(options: Options, voice: Voice) -> Path:
     path = output / "finetune.yaml"
     path.write_text(yaml.safe_dump(config, sort_keys=False))
     return path
+
+
+def same_request(options: Options, bundle: Path, output: Path) -> None:
+    """Note what a folder's run is of; a run goes on only with the same model, bundle, data and adapters.
+
+    Raises:
+        Problem: ``output-of-another-run``.
+    """
+    asked = {
+        "bundle": sha256((bundle / "MANIFEST.sha256").read_bytes()).hexdigest(),
+        "data": sorted(name if "://" in name else str(Path(name).resolve()) for name in options.data),
+        "weights": str(Path(options.weights).resolve()) if options.weights else "the reduced twin",
+        "trained": "all parameters" if options.full else f"adapters of rank {options.rank} on {options.targets}",
+        "sequence length": options.sequence_length,
+    }
+    note = output / "request.json"
+    if note.is_file():
+        before = json.loads(note.read_text())
+        other = [name for name, value in asked.items() if before.get(name) != value]
+        if other:
+            raise Problem(
+                "output-of-another-run",
+                f"{output} holds a run with another {' and another '.join(other)}",
+                "name another folder with --output, or remove this one",
+            )
+    note.write_text(json.dumps(asked))
 
 
 def twin(bundle: Path, output: Path, options: Options) -> Path:

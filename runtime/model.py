@@ -32,6 +32,9 @@ def read_definition(folder: Path) -> Any:
         raise Refused("definition-missing", f"no config.json in {folder}", advice) from None
     except ValueError as error:
         raise Refused("definition-refused", f"{folder / 'config.json'} is not JSON", str(error)) from None
+    if not isinstance(fields, dict):
+        raise Refused("definition-refused", f"{folder / 'config.json'} is no JSON object", "")
+    fields = _with_special_floats(fields)
     model_type = str(fields.pop("model_type", ""))
     for name in ("architectures", "auto_map", "torch_dtype", "dtype", "quantization_config"):
         fields.pop(name, None)
@@ -40,6 +43,18 @@ def read_definition(folder: Path) -> Any:
     except ValueError as error:
         detail = f"{error}; this transformers must know the model_type itself, since submitted code is not run here"
         raise Refused("definition-refused", f"{folder}: model_type {model_type!r} is not usable", detail) from None
+
+
+SPECIAL = {"Infinity": float("inf"), "-Infinity": float("-inf"), "NaN": float("nan")}
+
+
+def _with_special_floats(value: Any) -> Any:
+    """What transformers writes for numbers that JSON has not: ``{"__float__": "Infinity"}``."""
+    if isinstance(value, dict):
+        if set(value) == {"__float__"}:
+            return SPECIAL.get(value["__float__"], value)
+        return {name: _with_special_floats(inner) for name, inner in value.items()}
+    return [_with_special_floats(inner) for inner in value] if isinstance(value, list) else value
 
 
 def model_class(config: Any) -> Any:

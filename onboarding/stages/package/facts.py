@@ -110,6 +110,8 @@ def _kernel(context: StageContext, row: OperatorRow, parse: ParseResult, align: 
         fate = "no candidate was judged: served by torch"
     elif not accepted:
         fate = "refused by the judge: served by torch"
+    elif dropped and any("never calls" in note and row.digest in note for note in align.notes):
+        fate = "accepted, but the reduced twin never calls it, so it is not proven in a model: served by torch"
     elif dropped:
         fate = "accepted, then dropped by alignment: served by torch"
     else:

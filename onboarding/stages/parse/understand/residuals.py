@@ -68,13 +68,10 @@ def _terms(view: LayerView, step: Observation) -> list[_Term]:
         if part.role not in ("mixer", "feed-forward"):
             continue
         value = part.output
-        moved = True
-        while moved:  # a post norm, then perhaps a convolution
-            moved = False
-            for follower in rest:
-                if follower.call.position > part.call.position and _reads(follower, value):
-                    value, moved = follower.output, True
-                    break
+        # a post norm, then perhaps a convolution; each once, by order of calls: what passes its input on reads itself
+        for follower in sorted(rest, key=lambda p: p.call.position):
+            if follower.call.position > part.call.position and _reads(follower, value):
+                value = follower.output
         terms.append(_Term(part, value))
     return terms
 
