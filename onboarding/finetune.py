@@ -25,6 +25,9 @@ from runtime.voice import Voice
 
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "tiktoken.model")
 TWIN_LAYERS = 4
+REQUEST = "request.json"
+BEGUN = ("base", "checkpoints", "adapter", "model")
+"""What a run leaves in its folder once it has begun."""
 
 
 class Options(BaseModel):
@@ -91,7 +94,7 @@ def prepare(options: Options, voice: Voice) -> Path:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise Problem("output-unusable", f"cannot write to {output}", error.strerror or str(error)) from None
-    same_request(options, bundle, output)
+    asked = same_request(options, bundle, output)
     if options.twin:
         voice.say("preparing", words="deriving the reduced twin and drawing its initial values")
         base = twin(bundle, output, options)
@@ -104,24 +107,25 @@ def prepare(options: Options, voice: Voice) -> Path:
     config = merged(run_config(options, base, output), options.settings)
     path = output / "finetune.yaml"
     path.write_text(yaml.safe_dump(config, sort_keys=False))
+    (output / REQUEST).write_text(json.dumps(asked))
     return path
 
 
-def same_request(options: Options, bundle: Path, output: Path) -> None:
-    """Note what a folder's run is of; a run goes on only with the same model, bundle, data and adapters.
+def same_request(options: Options, bundle: Path, output: Path) -> dict[str, Any]:
+    """What a folder's run is of; one that has begun goes on only with the same model, bundle, data and adapters.
 
     Raises:
         Problem: ``output-of-another-run``.
     """
     asked = {
-        "bundle": sha256((bundle / "MANIFEST.sha256").read_bytes()).hexdigest(),
+        "bundle": sha256((bundle / "bundle.json").read_bytes()).hexdigest(),
         "data": sorted(name if "://" in name else str(Path(name).resolve()) for name in options.data),
         "weights": str(Path(options.weights).resolve()) if options.weights else "the reduced twin",
         "trained": "all parameters" if options.full else f"adapters of rank {options.rank} on {options.targets}",
         "sequence length": options.sequence_length,
     }
-    note = output / "request.json"
-    if note.is_file():
+    note = output / REQUEST
+    if note.is_file() and any((output / name).exists() for name in BEGUN):
         before = json.loads(note.read_text())
         other = [name for name, value in asked.items() if before.get(name) != value]
         if other:
@@ -130,7 +134,7 @@ def same_request(options: Options, bundle: Path, output: Path) -> None:
                 f"{output} holds a run with another {' and another '.join(other)}",
                 "name another folder with --output, or remove this one",
             )
-    note.write_text(json.dumps(asked))
+    return asked
 
 
 def twin(bundle: Path, output: Path, options: Options) -> Path:
