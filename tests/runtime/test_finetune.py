@@ -21,6 +21,7 @@ from onboarding.stages.package import bundle_files
 from onboarding.stages.package.signing import sign_folder, signing_key
 from runtime.config import ModelConfig, load
 from runtime.kernels import check_bundle
+from runtime.model import read_definition
 from runtime.refusal import Refused
 from runtime.voice import Voice
 
@@ -114,6 +115,28 @@ def test_given_weights_become_a_run_with_defaults_that_suit_them(bundle: Path, t
     assert full.lora is None
     assert full.model.bundle is None
     assert full.optimizer.lr == 1e-5
+
+
+def test_a_begun_folder_goes_on_only_with_the_same_request(bundle: Path, tmp_path: Path) -> None:
+    weights = tmp_path / "w"
+    weights.mkdir()
+    (weights / "config.json").write_text(json.dumps(CONFIGS["qwen3-moe"]))
+    quiet = Voice(first=False, events=True)
+    asked = options(bundle, weights=str(weights))
+    prepare(asked, quiet)
+    (Path(asked.output) / "checkpoints").mkdir()
+    prepare(asked.model_copy(update={"steps": 99}), quiet)  # more steps of the same run
+    for change in ({"data": ["other.jsonl"]}, {"full": True}, {"rank": 3}):
+        with pytest.raises(Problem, match="holds a run with another"):
+            prepare(asked.model_copy(update=change), quiet)
+
+
+def test_infinite_numbers_as_transformers_writes_them(tmp_path: Path) -> None:
+    import transformers
+
+    transformers.Mamba2Config(num_hidden_layers=1).save_pretrained(tmp_path)
+    assert "__float__" in (tmp_path / "config.json").read_text()
+    assert read_definition(tmp_path).time_step_limit[1] == float("inf")
 
 
 def test_weights_of_another_model_are_refused_by_their_config(bundle: Path, tmp_path: Path) -> None:
