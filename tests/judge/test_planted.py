@@ -157,7 +157,7 @@ def test_wrong_kernels_are_refused(wrong: Wrong, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("family", "flags"), FAMILIES, ids=lambda v: v if isinstance(v, str) else "")
 def test_right_kernels_are_accepted(family: str, flags: dict[str, Any], tmp_path: Path) -> None:
     spec = make_spec(family, flags)
-    found = verdict(candidate(spec), spec, tmp_path, cases=2 if family in ("moe", "linear_attention") else 3, seed=None)
+    found = verdict(candidate(spec), spec, tmp_path, cases=2 if family in ("moe", "linear_attention") else 3, seed=11)
     assert found.outcome == "accepted", (found.seed, found.reasons)
     assert 0 < found.worst_share <= 1
     # a single case may be unable to tell (a gradient of one element that is nearly zero); all cases together may not
