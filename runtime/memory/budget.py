@@ -181,11 +181,6 @@ def _bytes(parameter: nn.Parameter) -> int:
     return local(parameter).numel() * parameter.element_size()
 
 
-def _state_bytes(parameter: nn.Parameter, config: RunConfig) -> int:
-    """AdamW keeps two numbers an element; Muon, which takes matrices, one."""
-    return _bytes(parameter) * (1 if config.optimizer.name == "muon" and parameter.ndim == 2 else 2)
-
-
 def _is_sharded(parameter: nn.Parameter) -> bool:
     return local(parameter).numel() != parameter.numel()
 
