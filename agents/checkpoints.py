@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +22,12 @@ def open_checkpointer(settings: Settings) -> Iterator[BaseCheckpointSaver[str]]:
 
         # SQLAlchemy names the driver in the scheme; psycopg itself does not know that form.
         with PostgresSaver.from_conn_string("postgresql://" + url.split("://", 1)[1]) as saver:
-            saver.setup()
+            # "create table if not exists" is no protection from another step that creates it at the same moment
+            saver.conn.execute("select pg_advisory_lock(hashtext('onboard.graphs'))")
+            try:
+                saver.setup()
+            finally:
+                saver.conn.execute("select pg_advisory_unlock(hashtext('onboard.graphs'))")
             yield saver
         return
     path = settings.resolved_home / "graphs.db"
@@ -30,7 +36,10 @@ def open_checkpointer(settings: Settings) -> Iterator[BaseCheckpointSaver[str]]:
     connection = sqlite3.connect(path, timeout=30.0, check_same_thread=False)
     try:
         sqlite_saver = SqliteSaver(connection)
-        sqlite_saver.setup()
+        # Turning write-ahead logging on does not wait for other connections as a write does.
+        with path.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            sqlite_saver.setup()
         yield sqlite_saver
     finally:
         connection.close()

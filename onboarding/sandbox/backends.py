@@ -100,11 +100,16 @@ def available(backend: Backend) -> bool:
     return True
 
 
+def bubblewrap() -> str:
+    """Full path of the installed program: it starts with an empty environment, where no PATH finds it."""
+    return shutil.which("bwrap") or "bwrap"
+
+
 @functools.cache
 def bubblewrap_version() -> tuple[int, ...]:
     """Version of the installed bubblewrap; ``--disable-userns`` came with 0.8."""
     try:
-        text = subprocess.run(["bwrap", "--version"], capture_output=True, text=True, timeout=10).stdout
+        text = subprocess.run([bubblewrap(), "--version"], capture_output=True, text=True, timeout=10).stdout
         return tuple(int(part) for part in text.split()[-1].split("."))
     except (OSError, ValueError, IndexError, subprocess.SubprocessError):
         return (0,)
@@ -114,7 +119,7 @@ def bubblewrap_command(view: View, argv: Sequence[str], limits: Limits, fds: dic
     """The bubblewrap command line. ``fds``: ``seccomp``, ``info`` and ``block`` descriptors that it inherits."""
     size = str(min(limits.memory_bytes, limits.scratch_bytes))
     command = [
-        "bwrap", "--unshare-all", "--unshare-user", "--uid", str(NOBODY), "--gid", str(NOBODY), "--cap-drop", "ALL",
+        bubblewrap(), "--unshare-all", "--unshare-user", "--uid", str(NOBODY), "--gid", str(NOBODY), "--cap-drop", "ALL",
         "--disable-userns", "--die-with-parent", "--new-session", "--hostname", "sandbox",
         "--info-fd", str(fds["info"]), "--block-fd", str(fds["block"]), "--seccomp", str(fds["seccomp"]),
         "--proc", "/proc", "--dev", "/dev",
