@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import fcntl
 import sqlite3
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from langgraph.checkpoint.base import BaseCheckpointSaver
 from langgraph.checkpoint.sqlite import SqliteSaver
@@ -22,12 +24,7 @@ def open_checkpointer(settings: Settings) -> Iterator[BaseCheckpointSaver[str]]:
 
         # SQLAlchemy names the driver in the scheme; psycopg itself does not know that form.
         with PostgresSaver.from_conn_string("postgresql://" + url.split("://", 1)[1]) as saver:
-            # "create table if not exists" is no protection from another step that creates it at the same moment
-            saver.conn.execute("select pg_advisory_lock(hashtext('onboard.graphs'))")
-            try:
-                saver.setup()
-            finally:
-                saver.conn.execute("select pg_advisory_unlock(hashtext('onboard.graphs'))")
+            _set_up_alone(saver)
             yield saver
         return
     path = settings.resolved_home / "graphs.db"
@@ -43,3 +40,17 @@ def open_checkpointer(settings: Settings) -> Iterator[BaseCheckpointSaver[str]]:
         yield sqlite_saver
     finally:
         connection.close()
+
+
+def _set_up_alone(saver: Any) -> None:
+    """Create the tables while no other step does: "if not exists" is no protection at the same moment.
+
+    Asks for the lock again and again: a session that waits inside a statement would hold up "create index
+    concurrently", which waits for every statement that began before it.
+    """
+    while not saver.conn.execute("select pg_try_advisory_lock(hashtext('onboard.graphs')) as own").fetchone()["own"]:
+        time.sleep(0.05)
+    try:
+        saver.setup()
+    finally:
+        saver.conn.execute("select pg_advisory_unlock(hashtext('onboard.graphs'))")

@@ -119,7 +119,8 @@ def bubblewrap_command(view: View, argv: Sequence[str], limits: Limits, fds: dic
     """The bubblewrap command line. ``fds``: ``seccomp``, ``info`` and ``block`` descriptors that it inherits."""
     size = str(min(limits.memory_bytes, limits.scratch_bytes))
     command = [
-        bubblewrap(), "--unshare-all", "--unshare-user", "--uid", str(NOBODY), "--gid", str(NOBODY), "--cap-drop", "ALL",
+        bubblewrap(),
+        "--unshare-all", "--unshare-user", "--uid", str(NOBODY), "--gid", str(NOBODY), "--cap-drop", "ALL",
         "--disable-userns", "--die-with-parent", "--new-session", "--hostname", "sandbox",
         "--info-fd", str(fds["info"]), "--block-fd", str(fds["block"]), "--seccomp", str(fds["seccomp"]),
         "--proc", "/proc", "--dev", "/dev",
