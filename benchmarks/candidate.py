@@ -14,6 +14,7 @@ from benchmarks.registry import Benchmark
 from kernel_templates import tolerance
 from kernel_templates.bind import Operator, bind
 from kernel_templates.configs import Chooser
+from kernel_templates.launch import quicken
 from kernel_templates.loading import load_source
 from kernel_templates.registry import family_module
 from kernel_templates.spec import OperatorSpec
@@ -32,6 +33,7 @@ def source(spec: OperatorSpec) -> str:
 def operator(spec: OperatorSpec, folder: Path) -> Operator:
     """The candidate as an op, with the family's configurations; its source stays in ``folder``."""
     module = load_source(source(spec), folder)
+    quicken(module)
     chooser = Chooser.from_folder(TEMPLATES / spec.family / "configs", name=spec.words())
     return bind(module, name=f"{spec.family}_{spec.digest()}", choose_config=chooser)
 

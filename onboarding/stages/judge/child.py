@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from kernel_templates import interpreter
 from kernel_templates.bind import Operator, bind
 from kernel_templates.configs import Chooser
+from kernel_templates.launch import Launcher, quicken
 from kernel_templates.loading import load_module
 from onboarding.stages.judge import bounds
 from onboarding.stages.judge.images import DTYPES, Image, load, save
@@ -83,6 +84,7 @@ class Session:
                 interpreter.activate(strict=True)
                 bounds.watch()
             self.module = load_module(Path(request["candidate"]))
+            quicken(self.module)  # as it will run in a bundle
             self.operator = bind(
                 self.module, name="candidate", choose_config=Chooser.from_folder(Path(request["configs"]))
             )
@@ -226,13 +228,17 @@ def _hollow_kernels() -> Any:
     from triton.runtime.interpreter import InterpretedFunction
     from triton.runtime.jit import JITFunction
 
-    kept = [(cls, cls.run) for cls in (InterpretedFunction, JITFunction)]
-    for cls, _ in kept:
-        cls.run = lambda self, *args, **kwargs: None
+    kept: list[tuple[Any, str, Any]] = [
+        (InterpretedFunction, "run", InterpretedFunction.run),
+        (JITFunction, "run", JITFunction.run),
+        (Launcher, "__call__", Launcher.__call__),
+    ]
+    for cls, name, _ in kept:
+        setattr(cls, name, lambda self, *args, **kwargs: None)
 
     def restore() -> None:
-        for cls, run in kept:
-            cls.run = run
+        for cls, name, run in kept:
+            setattr(cls, name, run)
 
     return restore
 

@@ -20,7 +20,12 @@ from kernel_templates.novel import NOVEL
 from onboarding.stages.generate.compose import stated_tables
 
 TEMPLATES = Path(kernel_templates.__file__).parent
-CARRIED = {"_bind.py": "bind.py", "_configs.py": "configs.py", "_interpreter.py": "interpreter.py"}
+CARRIED = {
+    "_bind.py": "bind.py",
+    "_configs.py": "configs.py",
+    "_interpreter.py": "interpreter.py",
+    "_launch.py": "launch.py",
+}
 
 PACKAGE = '''\
 """{words}.
@@ -40,7 +45,9 @@ if not torch.cuda.is_available():
 from . import _kernel
 from ._bind import bind
 from ._configs import Chooser
+from ._launch import quicken
 
+quicken(_kernel)
 CONFIGS = Chooser.from_folder(Path(__file__).parent / "configs", "{name}")
 op = bind(_kernel, name="{name}", choose_config=CONFIGS)
 
