@@ -21,6 +21,8 @@ class Device:
     memory_gib: int
     basis: str
     """Where the two numbers come from."""
+    peak_tflops: float
+    """Published dense bf16 peak: what MFU is a share of."""
 
     def floor_ms(self, flops: float, bytes_moved: float) -> float:
         """The roofline: the longer of computing and moving, in milliseconds."""
@@ -42,11 +44,44 @@ DEVICES = {
             bandwidth=4.27,
             memory_gib=141,
             basis="measured: 8192^3 bf16 matrix product and a device copy, torch 2.11",
+            peak_tflops=989.0,
         ),
-        Device(key="h100", name="NVIDIA H100 SXM", tflops=989.0, bandwidth=3.35, memory_gib=80, basis=_PEAK),
-        Device(key="b200", name="NVIDIA B200", tflops=2250.0, bandwidth=8.0, memory_gib=192, basis=_PEAK),
-        Device(key="a100", name="NVIDIA A100 SXM 80 GB", tflops=312.0, bandwidth=2.039, memory_gib=80, basis=_PEAK),
-        Device(key="mi300x", name="AMD MI300X", tflops=1307.0, bandwidth=5.3, memory_gib=192, basis=_PEAK),
+        Device(
+            key="h100",
+            name="NVIDIA H100 SXM",
+            tflops=989.0,
+            bandwidth=3.35,
+            memory_gib=80,
+            basis=_PEAK,
+            peak_tflops=989.0,
+        ),
+        Device(
+            key="b200",
+            name="NVIDIA B200",
+            tflops=2250.0,
+            bandwidth=8.0,
+            memory_gib=192,
+            basis=_PEAK,
+            peak_tflops=2250.0,
+        ),
+        Device(
+            key="a100",
+            name="NVIDIA A100 SXM 80 GB",
+            tflops=312.0,
+            bandwidth=2.039,
+            memory_gib=80,
+            basis=_PEAK,
+            peak_tflops=312.0,
+        ),
+        Device(
+            key="mi300x",
+            name="AMD MI300X",
+            tflops=1307.0,
+            bandwidth=5.3,
+            memory_gib=192,
+            basis=_PEAK,
+            peak_tflops=1307.0,
+        ),
     )
 }
 

@@ -101,7 +101,20 @@ STAGES: tuple[Stage, ...] = (
         verb="compare layers and loss curve with the reference",
         stops=frozenset(),
     ),
-    Stage(name="package", after="align", verb="write, sign and verify the bundle"),
+    Stage(
+        name="throughput",
+        after="align",
+        uses_gpu=True,
+        verb="train with and without the bundle, and time it",
+        stops=frozenset(),
+    ),
+    Stage(
+        name="scale",
+        after="throughput",
+        verb="budget, layout, dry run and projection for many devices",
+        stops=frozenset(),
+    ),
+    Stage(name="package", after="scale", verb="write, sign and verify the bundle"),
 )
 STAGE_BY_NAME = {stage.name: stage for stage in STAGES}
 
@@ -150,6 +163,10 @@ class JobOptions(Record):
     """Device whose roofline ranks the gaps."""
     sequence_length: int = Field(default=8192, ge=1, le=2**21)
     """Tokens at which FLOPs, bytes and shares are counted."""
+    nodes: int = Field(default=16, ge=1, le=1024)
+    """Nodes that the scale stage plans for."""
+    devices_per_node: int = Field(default=8, ge=1, le=72)
+    """Devices that share one fast fabric."""
     seed: int = Field(default=0, ge=0, lt=2**63)
     policy: Literal["auto", "rules", "llm"] = "auto"
     """Who chooses and writes candidates: ``auto`` asks the language model where one is configured."""

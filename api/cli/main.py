@@ -110,6 +110,8 @@ def submit(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda: where kernels are judged and aligned.")] = "auto",
     target: Annotated[str, typer.Option(help="Device whose roofline ranks the gaps.")] = "h200",
     sequence_length: Annotated[int, typer.Option(help="Tokens at which FLOPs and bytes are counted.")] = 8192,
+    nodes: Annotated[int, typer.Option(help="Nodes that the scale stage plans for.")] = 16,
+    devices_per_node: Annotated[int, typer.Option(help="Devices that share one fast fabric.")] = 8,
     policy: Annotated[str, typer.Option(help="auto, rules or llm: who writes candidates.")] = "auto",
     approve: Annotated[list[str] | None, typer.Option(help="A stage that waits for you: generate, package.")] = None,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Follow the job until it ends.")] = False,
@@ -117,7 +119,7 @@ def submit(
     """Submit a model definition; prints the job's id."""
     client = connect()
     options = {"profile": profile, "device": device, "target": target, "sequence_length": sequence_length}
-    options |= {"policy": policy, "approve": approve or []}
+    options |= {"policy": policy, "approve": approve or [], "nodes": nodes, "devices_per_node": devices_per_node}
     job = client.submit(what, name=name, options=options)
     if not watch:
         output.say(job["id"])

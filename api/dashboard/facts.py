@@ -21,6 +21,8 @@ from onboarding.stages.intake.result import IntakeResult
 from onboarding.stages.judge.result import JudgeResult
 from onboarding.stages.package.result import PackageResult
 from onboarding.stages.parse.result import ParseResult
+from onboarding.stages.scale.result import ScaleResult
+from onboarding.stages.throughput.result import ThroughputResult
 from onboarding.stages.tune.result import TuneResult
 from onboarding.store import Store
 
@@ -99,6 +101,21 @@ class JobFacts:
     def align(self) -> AlignResult | None:
         """Layer errors and loss curves."""
         return self.result("align", AlignResult)
+
+    @cached_property
+    def throughput(self) -> ThroughputResult | None:
+        """Timed training with and without the bundle."""
+        return self.result("throughput", ThroughputResult)
+
+    @cached_property
+    def scale(self) -> ScaleResult | None:
+        """Plans and projection for many devices."""
+        return self.result("scale", ScaleResult)
+
+    def why_skipped(self, stage: str) -> str:
+        """Why a stage was skipped; empty if it was not."""
+        step = self._newest.get((stage, ""))
+        return str((step.result or {}).get("summary", "")) if step is not None and step.state == "skipped" else ""
 
     @cached_property
     def package(self) -> PackageResult | None:

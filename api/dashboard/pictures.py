@@ -10,6 +10,8 @@ from typing import Any
 from api.dashboard.facts import JobFacts
 from onboarding.stages.align.result import AlignResult, Curves
 from onboarding.stages.gaps.result import GapsResult
+from onboarding.stages.scale.result import Projection
+from onboarding.stages.throughput.result import ThroughputResult
 
 
 def loss_svg(facts: JobFacts) -> str | None:
@@ -35,19 +37,59 @@ def roofline_svg(facts: JobFacts) -> str | None:
     return _draw("roofline", facts.gaps.model_dump_json())
 
 
+def step_svg(facts: JobFacts) -> str | None:
+    """Measured time of one step by block kind."""
+    return None if facts.throughput is None else _draw("step", facts.throughput.model_dump_json())
+
+
+def reached_svg(facts: JobFacts) -> str | None:
+    """Block kinds under the measured roofline; on a CPU there are none."""
+    found = facts.throughput
+    return None if found is None or not found.points else _draw("reached", found.model_dump_json())
+
+
+def _projection(facts: JobFacts, mode: str) -> str | None:
+    found = None if facts.scale is None else next((m.projection for m in facts.scale.modes if m.mode == mode), None)
+    return None if found is None else found.model_dump_json()
+
+
+def projected(picture: str, mode: str) -> Callable[[JobFacts], str | None]:
+    """A picture of the projection of one way of training."""
+
+    def draw(facts: JobFacts) -> str | None:
+        data = _projection(facts, mode)
+        return None if data is None else _draw(picture, data)
+
+    return draw
+
+
 PICTURES: dict[str, Callable[[JobFacts], str | None]] = {
     "loss": loss_svg,
     "layers": layers_svg,
     "shares": shares_svg,
     "roofline": roofline_svg,
+    "step": step_svg,
+    "reached": reached_svg,
+    **{
+        f"{picture}-{mode}": projected(picture, mode)
+        for picture in ("scaling", "parts")
+        for mode in ("adapters", "full")
+    },
 }
 
 
 @lru_cache(maxsize=64)
 def _draw(name: str, data: str) -> str:
     """Rendering takes some hundred milliseconds, so the same data is drawn once."""
-    from onboarding.pictures import charts
+    from onboarding.pictures import charts, speed
 
+    if name == "step":
+        return speed.step_breakdown(ThroughputResult.model_validate_json(data))
+    if name == "reached":
+        return speed.measured_roofline(ThroughputResult.model_validate_json(data))
+    if name in ("scaling", "parts"):
+        draw = speed.scaling_curve if name == "scaling" else speed.step_parts
+        return draw(Projection.model_validate_json(data))
     if name == "loss":
         return charts.loss_curves(Curves.model_validate_json(data))
     if name == "layers":

@@ -34,10 +34,12 @@ TABS = {
     "kernels": "Kernels",
     "numerics": "Numerics",
     "training": "Training",
+    "throughput": "Throughput",
+    "scale": "Scale",
     "agent": "Agent",
     "artifacts": "Artifacts",
 }
-Tab = Literal["model", "gaps", "kernels", "numerics", "training", "agent", "artifacts"]
+Tab = Literal["model", "gaps", "kernels", "numerics", "training", "throughput", "scale", "agent", "artifacts"]
 Digest = Annotated[str, Path(pattern="^[0-9a-f]{8,64}$")]
 SIDEBAR_JOBS = 50
 COMPARED = 12

@@ -24,6 +24,7 @@ from onboarding.sandbox.view import ROOT, base_environment
 MODULES = (
     "onboarding.stages.judge.child",
     "onboarding.stages.align.child",
+    "onboarding.stages.throughput.child",
     "transformers.models.auto.modeling_auto",
 )
 """What is imported beforehand: the programs that jobs run confined, and what they import late."""

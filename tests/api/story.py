@@ -19,6 +19,21 @@ from onboarding.stages.intake.result import IntakeResult
 from onboarding.stages.judge.result import CaseReport, JudgeResult, TensorError
 from onboarding.stages.package.result import PackageResult
 from onboarding.stages.parse.result import ParseResult
+from onboarding.stages.scale.result import (
+    Budget,
+    CollectiveRow,
+    DryRank,
+    GlooRun,
+    Group,
+    Hardware,
+    Layout,
+    ModePlan,
+    Part,
+    Projection,
+    ScaleResult,
+    ScalingPoint,
+)
+from onboarding.stages.throughput.result import LayerTime, RooflinePoint, ThroughputResult, Training
 from onboarding.store import NewEvent, Store, log_path
 from onboarding.weights.result import PatternRow, WeightsReport
 
@@ -163,6 +178,11 @@ class Story:
             self.metrics(*((series, step, value) for step, value in zip(curves.steps, values, strict=True)))
         self.end("align", result)
 
+    def tell_speed(self) -> None:
+        """Throughput and scale."""
+        self.do("throughput", throughput_result())
+        self.do("scale", scale_result())
+
     def tell_package(self) -> None:
         """The bundle."""
         self.begin("package")
@@ -184,6 +204,7 @@ class Story:
         self.tell_until_gaps()
         self.tell_kernels()
         self.tell_align()
+        self.tell_speed()
         self.tell_package()
         return self
 
@@ -398,3 +419,116 @@ def align_result() -> AlignResult:
         seconds=96.4,
         summary="30 steps inside the band (p = 0.63)",
     )
+
+
+def throughput_result() -> ThroughputResult:
+    """Two runs, with everything that a result may hold."""
+    runs = [
+        Training(
+            name=name,
+            tokens_per_second=rate,
+            step_ms=8192 / rate * 1e3,
+            fastest_ms=8000 / rate * 1e3,
+            slowest_ms=9000 / rate * 1e3,
+            steps=8,
+            tflops=100.0,
+            mfu=0.1,
+            peak_bytes=2**30,
+            first_loss=11.9,
+            last_loss=11.2,
+            kernels=kernels,
+        )
+        for name, rate, kernels in (("without the bundle", 1000.0, 0), ("with the bundle", 1250.0, 12))
+    ]
+    kind = f"K: KDA, MoE 256 experts, top 8, 1 shared {HOSTILE}"
+    return ThroughputResult(
+        trained="slice",
+        words=f"slice of the published width: layers 4 {HOSTILE}",
+        sizes={"layers": 4},
+        device="NVIDIA H200",
+        dtype="bfloat16",
+        adapters=True,
+        batch=1,
+        sequence_length=8192,
+        flops_per_token=2e10,
+        runs=runs,
+        speedup=1.25,
+        breakdown=[
+            LayerTime(kind=kind, block=0, layers=3, forward_ms=20.0, backward_ms=45.0, share=0.7,
+                      parts={"mixer": 12.0, "feed-forward": 7.0, "norms": 1.0}),
+            LayerTime(kind="head and loss", forward_ms=20.0, backward_ms=0.0, share=0.3),
+        ],
+        breakdown_of="with the bundle",
+        points=[RooflinePoint(kind=kind, run="with the bundle", intensity=300.0, tflops=250.0, share=0.37)],
+        roofline=Roofline(tflops=685.0, bandwidth=4.27, basis="measured"),
+        not_measured=["There is no GPU here."],
+        corpus="Python's standard library, byte level",
+        seconds=31.0,
+        summary="slice on NVIDIA H200: 1,250 tokens/s with the bundle",
+    )  # fmt: skip
+
+
+def scale_result() -> ScaleResult:
+    """One way of training that fits, and one that does not."""
+    hardware = Hardware(name="NVIDIA H200 SXM", nodes=16, per_node=8, memory_bytes=141 * 2**30, link=450.0, nic=50.0)
+    budget = Budget(
+        device={"weights": 2**33, "activations": 2**32},
+        host={"checkpoint copy": 2**30},
+        disk={"checkpoints": 2**40},
+        device_available=129 * 2**30,
+    )
+    layout = Layout(
+        ep=64, efsdp=2, experts_per_rank=4, hierarchical=True, device_bytes=12 * 2**30, fits=True, step_s=3.2,
+        tokens_per_second_per_device=10240.0, all_to_all_share=0.21, chosen=True,
+    )  # fmt: skip
+    group = Group(
+        name="ep_across", purpose=f"first hop {HOSTILE}", size=8, count=16, stride=8, first=[0, 8, 16, 24, 32, 40, 48],
+        between_nodes=0.875,
+    )  # fmt: skip
+    point = ScalingPoint(
+        devices=128, ep=64, step_s=3.2, tokens_per_second_per_device=10240.0, efficiency=0.87, all_to_all_share=0.21,
+        fits=True,
+    )  # fmt: skip
+    projection = Projection(
+        step_s=3.2,
+        low_s=2.9,
+        high_s=3.6,
+        tokens_per_second_per_device=10240.0,
+        tflops_per_device=210.0,
+        mfu=0.21,
+        all_to_all_share=0.21,
+        parts=[Part(name="matrix products", seconds=2.0, share=0.6), Part(name="all-to-all", seconds=0.7, share=0.2)],
+        curve=[point.model_copy(update={"devices": 8, "ep": 8, "efficiency": 1.0}), point],
+        basis=["a projection"],
+    )
+    plan = ModePlan(
+        mode="adapters",
+        words="rank-16 adapters",
+        budget=budget,
+        layouts=[layout],
+        groups=[group],
+        expert_split="rank r holds experts 4 (r mod 64) to 4 (r mod 64) + 3 of 256",
+        projection=projection,
+    )
+    large = budget.model_copy(update={"device": {"weights": 2**40}})
+    full = plan.model_copy(update={"mode": "full", "budget": large, "projection": None, "reason": "too large"})
+    return ScaleResult(
+        hardware=hardware,
+        sequence_length=8192,
+        microbatch=1,
+        batch=512,
+        modes=[plan, full],
+        dry_ep=64,
+        dry=[
+            DryRank(rank=127, weight_bytes=2**30, gradient_bytes=2**20, optimizer_bytes=2**21, tokens=128, seconds=17.0,
+                    host_bytes=2**29,
+                    collectives=[CollectiveRow(kind="all-to-all", ranks=64, phase="forward", calls=104, bytes=2**28)])
+        ],
+        gloo=[
+            GlooRun(ranks=n, ep=n, step_ms=200.0, tokens_per_second=1000.0, losses=[6.2, 6.1], difference=difference)
+            for n, difference in ((1, 0.0), (2, 2e-8))
+        ],
+        not_measured=["Nothing ran on 128 devices."],
+        seconds=50.0,
+        summary="128 devices; adapters: EP 64 x 2",
+    )  # fmt: skip

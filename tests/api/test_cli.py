@@ -66,6 +66,7 @@ def bundled(story: Story, folder: Path) -> Path:
     story.tell_until_gaps()
     story.tell_kernels()
     story.tell_align()
+    story.tell_speed()
     story.begin("package")
     refs = {
         "bundle": story.save("package", "bundle.tar.gz", archive(root), "application/gzip"),
@@ -161,7 +162,8 @@ def test_watch_without_a_terminal_prints_lines(served: Callable[..., Story], run
     lines = [line.split() for line in out.splitlines()]
     ended = [(line[0], line[1]) for line in lines if line[1] != "running"]
     assert ended == [(s, "skipped" if s == "tune" else "ok") for s in
-                     ("intake", "parse", "gaps", "generate", "judge", "tune", "align", "package")]  # fmt: skip
+                     ("intake", "parse", "gaps", "generate", "judge", "tune", "align", "throughput", "scale",
+                      "package")]  # fmt: skip
     assert "\x1b" not in out
 
 

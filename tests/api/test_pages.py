@@ -17,7 +17,7 @@ from onboarding.pipeline import STAGES
 from onboarding.records import Job, Step
 from tests.api.story import DIGESTS, HOSTILE, Story
 
-TABS = ("model", "gaps", "kernels", "numerics", "training", "agent", "artifacts")
+TABS = ("model", "gaps", "kernels", "numerics", "training", "throughput", "scale", "agent", "artifacts")
 
 
 class Checker(HTMLParser):
@@ -69,6 +69,8 @@ def test_a_new_jobs_tabs_say_what_will_appear(client: TestClient, story: Callabl
         ("kernels", ["accepted", "3 / 3", "0.71"]),
         ("numerics", ["layers.4", "0.20", "4 modules"]),
         ("training", ["inside the band", "p = 0.63", "5.545"]),
+        ("throughput", ["1.25 x", "KDA, MoE 256 experts", "head and loss", "no GPU here"]),
+        ("scale", ["128 x NVIDIA H200 SXM", "ep_across", "rank r holds experts 4", "all-to-all over 64", "2.0e-08"]),
         ("artifacts", ["onboard bundle pull", "report.html", "ab" * 32]),
     ],
 )
@@ -113,7 +115,9 @@ def test_the_form_submits_an_example(client: TestClient) -> None:
     assert "kimi-linear" in read(client, answer.headers["location"])
 
 
-@pytest.mark.parametrize("name", ["loss", "layers", "shares", "roofline"])
+@pytest.mark.parametrize(
+    "name", ["loss", "layers", "shares", "roofline", "step", "reached", "scaling-adapters", "parts-adapters"]
+)
 def test_pictures(client: TestClient, story: Callable[..., Story], name: str) -> None:
     new, done = story(), story().tell()
     assert client.get(f"/jobs/{new.id}/pictures/{name}.svg").status_code == 404

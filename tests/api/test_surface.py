@@ -66,7 +66,7 @@ retry: job --watch
 serve:
 signin: page
 stop:
-submit: what --profile --name --device --target --sequence-length --policy --approve --watch
+submit: what --profile --name --device --target --sequence-length --nodes --devices-per-node --policy --approve --watch
 watch: job
 """
 

@@ -136,10 +136,11 @@ def test_the_gantt_fills_while_the_job_runs(site: Site) -> None:
     story.do("gaps", gaps_result())
     story.tell_kernels()
     story.tell_align()
+    story.tell_speed()
     story.tell_package()
     expect(page.locator("#title")).to_have_attribute("data-state", "succeeded")
     expect(page.locator("#title")).to_contain_text("Download bundle")
-    expect(page.locator("#gantt .step.succeeded, #gantt .step.skipped")).to_have_count(5 + 3 * 3)
+    expect(page.locator("#gantt .step.succeeded, #gantt .step.skipped")).to_have_count(7 + 3 * 3)
     assert page.evaluate("performance.timeOrigin") == begun  # never reloaded
 
 
@@ -154,6 +155,8 @@ def test_every_tab_and_kernel_page(site: Site) -> None:
             "accepted",
             "Layer by layer",
             "inside the band",
+            "trained and timed",
+            "128 x NVIDIA H200 SXM",
             "No language model took part",
             "report.html",
         ],
@@ -225,7 +228,7 @@ def test_no_width_scrolls_sideways(site: Site) -> None:
     paths = ["/", "/docs", f"/jobs/{story.id}/kernels/{next(iter(DIGESTS.values()))}"]
     paths += [
         f"/jobs/{story.id}?tab={tab}"
-        for tab in ("model", "gaps", "kernels", "numerics", "training", "agent", "artifacts")
+        for tab in ("model", "gaps", "kernels", "numerics", "training", "throughput", "scale", "agent", "artifacts")
     ]
     for path in paths:
         site.open(page, path)
@@ -258,7 +261,7 @@ def test_readable_with_scripts_off(site: Site) -> None:
     story = site.story().tell()
     page = site.page(java_script_enabled=False)
     site.open(page, f"/jobs/{story.id}?tab=numerics&stage=judge")
-    expect(page.locator("#gantt .step.succeeded")).to_have_count(5 + 2 * 3)
+    expect(page.locator("#gantt .step.succeeded")).to_have_count(7 + 2 * 3)
     expect(page.locator("#log")).to_contain_text("judge begins")
     expect(page.locator("#panel")).to_contain_text("layers.4")
     expect(page.locator(".log-tools")).to_be_hidden()

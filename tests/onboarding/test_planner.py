@@ -150,7 +150,7 @@ def path_ended(steps: list[Fake], key: str) -> bool:
 def check_inputs(steps: list[Fake], new: NewStep) -> None:
     """What a new step builds on is there and is the newest."""
     newest = {(s.stage, s.key): s for s in steps}
-    before = {"parse": "intake", "gaps": "parse", "package": "align"}
+    before = {"parse": "intake", "gaps": "parse", "throughput": "align", "scale": "throughput", "package": "scale"}
     if new.stage in before:
         assert newest[before[new.stage], ""].state in ("succeeded", "skipped")
     elif new.stage == "generate":

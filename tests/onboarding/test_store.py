@@ -69,7 +69,8 @@ def test_a_job_runs_to_its_end_with_an_event_for_every_change(store: Store) -> N
         assert step.id == ready[0].id
         order.append(step.stage)
         assert finish(store, step) is not None
-    assert order == ["intake", "parse", "gaps", *["generate"] * 3, *["judge"] * 3, *["tune"] * 3, "align", "package"]
+    first = ["intake", "parse", "gaps", *["generate"] * 3, *["judge"] * 3, *["tune"] * 3]
+    assert order == [*first, "align", "throughput", "scale", "package"]
     ended = store.get_job(job.id)
     assert ended is not None
     assert ended.state == "succeeded"
@@ -84,9 +85,9 @@ def test_a_job_runs_to_its_end_with_an_event_for_every_change(store: Store) -> N
         ("job", "queued"): 1,
         ("job", "running"): 1,
         ("job", "succeeded"): 1,
-        ("step", "ready"): 14,
-        ("step", "running"): 14,
-        ("step", "succeeded"): 14,
+        ("step", "ready"): 16,
+        ("step", "running"): 16,
+        ("step", "succeeded"): 16,
     }
 
 
@@ -325,6 +326,6 @@ def test_four_processes_race_from_an_empty_database_to_the_end_of_a_job(database
         ]
         assert own == [(i, part) for i in range(20) for part in (0, 1)], "one writer's events are all there, in order"
     ran = Counter((e.stage, e.key) for e in events if e.kind == "metric" and e.stage)
-    assert (len(ran), set(ran.values())) == (14, {1}), "each step ran once"
+    assert (len(ran), set(ran.values())) == (16, {1}), "each step ran once"
     assert {(s.attempt, s.state, s.takeovers) for s in store.steps(job.id)} == {(1, "succeeded", 0)}
     store.close()

@@ -25,7 +25,7 @@ PUBLISHED = {
     "glm-5.3-flash": 321_323_031_390,
     "llama-3.1-8b": 8_030_261_248,
 }
-STAGES = {"intake", "parse", "gaps", "generate", "judge", "tune", "align", "package"}
+STAGES = {"intake", "parse", "gaps", "generate", "judge", "tune", "align", "throughput", "scale", "package"}
 
 # Runs in a process that can import torch, triton and transformers, and nothing of this project.
 ALONE = """

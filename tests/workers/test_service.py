@@ -14,7 +14,7 @@ from toy_service import Toy, alive, parent, until
 from onboarding.records import Job
 
 EVERY_STEP = sorted(
-    ["intake", "parse", "gaps", "align", "package"]
+    ["intake", "parse", "gaps", "align", "throughput", "scale", "package"]
     + [f"{stage}-{key}" for stage in ("generate", "judge", "tune") for key in ("aa", "bb")]
 )
 RESUME_S = 15

@@ -43,6 +43,8 @@ class AlignResult(StageResult):
 
     twin: dict[str, int | str]
     """Sizes of the reduced twin."""
+    twin_plan: str = ""
+    """The twin's plan as JSON, for the stages that run the same twin; empty in results of older versions."""
     device: str
     dtype: str
     layers: list[LayerError]

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
@@ -17,11 +14,7 @@ from onboarding.stages.align import bisect, curves
 from onboarding.stages.align.child import Job
 from onboarding.stages.align.result import AlignResult, Curves
 from onboarding.stages.align.trial import Bench, Candidate, Reference
-from onboarding.stages.gaps.result import GapsResult
-from onboarding.stages.generate.result import GenerateResult
-from onboarding.stages.judge.result import JudgeResult
-from onboarding.stages.package import bundle_files
-from onboarding.stages.package.layout import KernelEntry, write_kernels
+from onboarding.stages.package.trial import accepted, write_trial_bundle
 from onboarding.stages.parse.result import ParseResult
 from onboarding.twin.confined import derive_twin
 from onboarding.twin.plan import TwinPlan
@@ -46,7 +39,7 @@ def run(context: StageContext) -> AlignResult:
     definition = definition_of(context)
     architecture = context.result("parse", ParseResult).architecture
     dropped = [str(digest) for digest in context.input.get("dropped", [])]
-    digests = [d for d in _accepted(context) if d not in dropped]
+    digests = [d for d in accepted(context) if d not in dropped]
     device = _device(context)
     length = context.profile.sequence_length if device == "cpu" else max(context.profile.sequence_length, GPU_SEQUENCE)
 
@@ -58,7 +51,7 @@ def run(context: StageContext) -> AlignResult:
         scratch=context.scratch,
         unsafe=context.settings.unsafe_no_sandbox,
     )
-    bundle = _write_bundle(context, architecture, digests)
+    bundle = write_trial_bundle(context, architecture, digests)
     bench = Bench(
         job=Job(
             plan=plan.to_json(),
@@ -105,12 +98,6 @@ class _Progress:
         self.context.progress(sum(self.done.values()), self.total, f"{names.get(run, 'nudged reference')}: {label}")
 
 
-def _accepted(context: StageContext) -> list[str]:
-    gaps = context.result("gaps", GapsResult)
-    verdicts = {digest: context.load_result("judge", digest) for digest in gaps.gaps}
-    return [digest for digest, verdict in verdicts.items() if verdict and verdict.get("outcome") == "accepted"]
-
-
 def _device(context: StageContext) -> str:
     if context.options.device == "cpu":
         return "cpu"
@@ -120,51 +107,6 @@ def _device(context: StageContext) -> str:
 def _letters(architecture: Architecture, plan: TwinPlan) -> list[str]:
     by_layer = {layer: block.letter for block in architecture.blocks for layer in block.layers}
     return [by_layer.get(layer, "") for layer in plan.layers]
-
-
-def _write_bundle(context: StageContext, architecture: Architecture, digests: Sequence[str]) -> Path:
-    """The bundle as it would be shipped, unsigned, with chunks so short that the twin's sequence holds four."""
-    uses = {digest: [use for use in architecture.uses if use.digest == digest] for digest in digests}
-    entries = []
-    for digest in digests:
-        generated = context.result("generate", GenerateResult, digest)
-        verdict = context.result("judge", JudgeResult, digest)
-        entries.append(
-            KernelEntry(
-                digest=digest,
-                spec=generated.spec,
-                words=generated.words,
-                source=context.artifacts.get(generated.candidate.digest).decode(),
-                bindings=[b.model_dump(mode="json") for use in uses[digest] for b in use.bindings],
-                verified=[
-                    {
-                        "level": verdict.level,
-                        "device": verdict.device,
-                        "triton": verdict.triton,
-                        "torch": verdict.torch,
-                    }
-                ],
-                tuned=context.load_result("tune", digest) or None,
-                config_overrides=_chunks(generated.spec["family"], context.profile.chunk),
-            )
-        )
-    folder = context.scratch / "bundle"
-    folder.mkdir()
-    index = {
-        "format": 1,
-        "name": context.job_name,
-        "model_type": architecture.model_type,
-        "kernels": write_kernels(folder, entries),
-    }
-    (folder / "bundle.json").write_text(json.dumps(index, indent=1, sort_keys=True))
-    for path in sorted(Path(bundle_files.__path__[0]).glob("*.py")):
-        if path.name != "__init__.py":
-            shutil.copyfile(path, folder / path.name)
-    return folder
-
-
-def _chunks(family: str, chunk: int) -> dict[str, dict[str, int]]:
-    return {"interpreter": {"chunk": chunk}} if family == "linear_attention" else {}
 
 
 def _culprits(
@@ -203,7 +145,7 @@ def _result(
     p = curves.p_value(candidate.losses, reference.losses) if complete else 0.0
     misaligned = candidate.fails(reference)
     idle = [digest for digest, count in candidate.ran.items() if count == 0] + sorted(
-        set(_accepted(context)) - set(dropped) - set(candidate.ran)
+        set(accepted(context)) - set(dropped) - set(candidate.ran)
     )
     notes = list(candidate.notes)
     if candidate.failure:
@@ -220,6 +162,7 @@ def _result(
         outcome="misaligned" if misaligned else "ok",
         summary=summary,
         twin=plan.sizes,
+        twin_plan=plan.to_json(),
         device="cpu" if bench.job.device == "cpu" else torch.cuda.get_device_name(),
         dtype=bench.low,
         layers=candidate.rows,

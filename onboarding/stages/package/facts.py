@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import Field
 
 from onboarding.architecture import OperatorUse, Record
-from onboarding.context import StageContext
+from onboarding.context import StageContext, StageResult
 from onboarding.policy import RoleCost
 from onboarding.stages.align.result import AlignResult
 from onboarding.stages.gaps.result import GapsResult, OperatorRow
@@ -15,7 +15,11 @@ from onboarding.stages.generate.result import GenerateResult
 from onboarding.stages.intake.result import IntakeResult
 from onboarding.stages.judge.result import JudgeResult
 from onboarding.stages.parse.result import ParseResult
+from onboarding.stages.scale.result import ScaleResult
+from onboarding.stages.throughput.result import ThroughputResult
 from onboarding.stages.tune.result import TuneResult
+
+R = TypeVar("R", bound=StageResult)
 
 
 class Kernel(Record):
@@ -43,6 +47,9 @@ class Facts(Record):
     gaps: GapsResult
     kernels: list[Kernel]
     align: AlignResult
+    throughput: ThroughputResult | None = None
+    """None where nothing was trained; ``not_measured`` says why."""
+    scale: ScaleResult | None = None
     not_measured: list[str]
     """What this job did not measure, and why, one sentence each."""
     narrative: str = ""
@@ -72,6 +79,8 @@ def brief(facts: Facts) -> dict[str, Any]:
         ],
         "shipped": len(facts.shipped),
         "alignment": {"steps": len(align.curves.steps), "summary": align.summary, "worst layer": align.worst_share},
+        **({"throughput": facts.throughput.summary} if facts.throughput else {}),
+        **({"scale": facts.scale.summary} if facts.scale else {}),
         "not measured": facts.not_measured,
     }
 
@@ -87,6 +96,8 @@ def collect(context: StageContext) -> Facts:
     align = context.result("align", AlignResult)
     rows = {row.digest: row for row in gaps.rows if row.digest}
     kernels = [_kernel(context, rows[digest], parse, align) for digest in gaps.gaps]
+    throughput = _found(context, "throughput", ThroughputResult)
+    scale = _found(context, "scale", ScaleResult)
     return Facts(
         job_id=context.job_id,
         profile=context.profile.name,
@@ -95,8 +106,15 @@ def collect(context: StageContext) -> Facts:
         gaps=gaps,
         kernels=kernels,
         align=align,
-        not_measured=_not_measured(kernels, align),
+        throughput=throughput,
+        scale=scale,
+        not_measured=_not_measured(kernels, align, throughput, scale),
     )
+
+
+def _found(context: StageContext, stage: str, model: type[R]) -> R | None:
+    data = context.load_result(stage, "")
+    return model.model_validate(data) if data and data.get("outcome") != "skipped" else None
 
 
 def _kernel(context: StageContext, row: OperatorRow, parse: ParseResult, align: AlignResult) -> Kernel:
@@ -129,7 +147,9 @@ def _kernel(context: StageContext, row: OperatorRow, parse: ParseResult, align: 
     )
 
 
-def _not_measured(kernels: list[Kernel], align: AlignResult) -> list[str]:
+def _not_measured(
+    kernels: list[Kernel], align: AlignResult, throughput: ThroughputResult | None, scale: ScaleResult | None
+) -> list[str]:
     sentences = []
     if any(k.shipped and k.verdict is not None and k.verdict.level == "interpreted" for k in kernels):
         sentences.append(
@@ -142,5 +162,13 @@ def _not_measured(kernels: list[Kernel], align: AlignResult) -> list[str]:
         sentences.append(
             f"Alignment ran on the reduced twin in {align.dtype} on a CPU, not on the full model in bfloat16 on a GPU."
         )
-    sentences.append("Throughput and scaling are not part of this pipeline: shares of the step time are projections.")
+    sentences.append("Shares of the step time in section 3 are projections.")
+    sentences += throughput.not_measured if throughput else ["Throughput: the model was not trained under the runtime."]
+    if scale is None:
+        return [*sentences, "Scaling: nothing was planned for several devices."]
+    sentences += scale.not_measured
+    if scale.dry_reason:
+        sentences.append(f"Dry run: {scale.dry_reason}.")
+    if scale.gloo_reason:
+        sentences.append(f"Runs over several processes: {scale.gloo_reason}.")
     return sentences

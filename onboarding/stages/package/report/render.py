@@ -8,6 +8,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoes
 from markupsafe import Markup
 
 from onboarding.pictures.charts import layer_errors, loss_curves, time_shares
+from onboarding.pictures.speed import measured_roofline, scaling_curve, step_breakdown, step_parts
 from onboarding.pictures.strip import colours, layer_strip
 from onboarding.stages.judge.result import JudgeResult
 from onboarding.stages.package.facts import Facts
@@ -22,8 +23,12 @@ def render_report(facts: Facts, *, bundle_name: str) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(si=si, percent=percent, ms=milliseconds, weakest=weakest_fault)
-    architecture = facts.parse.architecture
+    environment.filters.update(si=si, percent=percent, ms=milliseconds, gib=gib, weakest=weakest_fault)
+    environment.globals.update(
+        scaling_curve=lambda projection: Markup(scaling_curve(projection)),
+        step_parts=lambda projection: Markup(step_parts(projection)),
+    )
+    architecture, measured = facts.parse.architecture, facts.throughput
     return environment.get_template("report.html.j2").render(
         facts=facts,
         a=architecture,
@@ -35,6 +40,8 @@ def render_report(facts: Facts, *, bundle_name: str) -> str:
         shares=Markup(time_shares(facts.gaps.rows)),
         errors=Markup(layer_errors(facts.align.layers)),
         curves=Markup(loss_curves(facts.align.curves)),
+        breakdown=Markup(step_breakdown(measured)) if measured else "",
+        reached=Markup(measured_roofline(measured)) if measured and measured.points else "",
         worst_layers=sorted(facts.align.layers, key=lambda e: -e.share)[:12],
     )
 
@@ -79,6 +86,11 @@ def si(value: float) -> str:
         if abs(value) >= factor:
             return f"{value / factor:.1f} {unit}"
     return f"{value:.0f}"
+
+
+def gib(value: float) -> str:
+    """Bytes in binary units: 3.2 GiB, 480 MiB."""
+    return f"{value / 2**30:.3g} GiB" if value >= 2**29 else f"{value / 2**20:.3g} MiB"
 
 
 def percent(value: float) -> str:
