@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import copy
 import re
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -136,13 +138,16 @@ def selections(all_kinds: list[Kind], at_least: int) -> list[list[int]]:
     return [option for i, option in enumerate(options) if option not in options[:i]]
 
 
-def with_layers(fields: dict[str, Any], chosen: list[int], depth: int) -> dict[str, Any]:
+def with_layers(
+    fields: dict[str, Any], chosen: list[int], depth: int, all_kinds: Sequence[Kind] = ()
+) -> dict[str, Any]:
     """The language model's config fields cut down to the chosen layers.
 
     Args:
         fields: config fields of the language model.
         chosen: layer numbers to keep, ascending.
         depth: layers of the full model.
+        all_kinds: of the full model's layers, where a field may count those of one kind.
     """
     cut = copy.deepcopy(fields)
     for key, value in fields.items():
@@ -167,4 +172,8 @@ def with_layers(fields: dict[str, Any], chosen: list[int], depth: int) -> dict[s
             cut[key] = sum(i < value for i in chosen)
         elif LAYER_NUMBERS.search(key) and isinstance(value, list) and all(isinstance(v, int) for v in value):
             cut[key] = [chosen.index(v) for v in value if v in chosen]
+        elif key.endswith("_layers") and isinstance(value, int) and not isinstance(value, bool):
+            counted = [kind for kind, count in Counter(all_kinds).items() if count == value < depth]
+            if counted:  # as many layers as there are of one kind: a count of these
+                cut[key] = sum(all_kinds[i] == counted[0] for i in chosen)
     return cut

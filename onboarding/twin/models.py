@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import itertools
 import json
@@ -15,8 +16,10 @@ from torch import Tensor, nn
 from onboarding.problem import Problem
 from onboarding.stages.parse.backbones import missing_backbones
 from onboarding.stages.parse.build import build_model, config_for, quiet
-from onboarding.stages.parse.inputs import loss_of, parameters_of, with_image
+from onboarding.stages.parse.inputs import PACKED_WITH_PLACES, loss_of, parameters_of, with_image
 from onboarding.stages.parse.marked import modeling_modules
+from onboarding.stages.parse.structure import find_layers
+from onboarding.twin import shrink
 from onboarding.twin.plan import TwinPlan
 
 NOISE = 0.1
@@ -49,17 +52,38 @@ def fields_of(config: Any) -> dict[str, Any]:
     labels = ("id2label", "label2id")
     fields = {k: _plain(v) for k, v in config.to_dict().items() if k not in (*dropped, *labels)}
     for name in list(fields):
-        if _computed(type(config), name):
+        if _computed(type(config), name) or (shrink.HEAD_SIZE.search(name) and _derived(config, fields, name)):
             del fields[name]
         elif name in (getattr(config, "sub_configs", None) or {}) and hasattr(getattr(config, name, None), "to_dict"):
             fields[name] = fields_of(getattr(config, name))
-    return fields
+    return {_common_name(config, name): value for name, value in fields.items()}
+
+
+def _common_name(config: Any, name: str) -> str:
+    """The library's own word for a field whose name says nothing of its size: its class translates (``layers``)."""
+    if shrink.known(name):
+        return name
+    words = getattr(config, "attribute_map", None) or {}
+    return next((common for common, own in words.items() if own == name and shrink.known(common)), name)
 
 
 def _computed(cls: type, name: str) -> bool:
     """A property that nothing can be assigned to."""
     found = getattr(cls, name, None)
     return isinstance(found, property) and found.fset is None
+
+
+def _derived(config: Any, fields: dict[str, Any], name: str) -> bool:
+    """Whether the class works a size out from others while it is built, whatever it is given."""
+    cls = type(config)
+    if not dataclasses.is_dataclass(cls) or name in {field.name for field in dataclasses.fields(cls)}:
+        return False
+    try:
+        with quiet():
+            alone = cls(**{k: v for k, v in fields.items() if k not in (name, "model_type")})
+    except Exception:  # it is needed after all
+        return False
+    return bool(getattr(alone, name, None) == fields[name])
 
 
 def _plain(value: Any) -> Any:
@@ -69,21 +93,41 @@ def _plain(value: Any) -> Any:
     return [_plain(v) for v in value] if isinstance(value, (list, tuple)) else value
 
 
+def path_to(config: Any, wanted: Any) -> tuple[str, ...] | None:
+    """Names of the nested configs that lead from one to another; empty where they are the same, None where none do."""
+    if config is wanted:
+        return ()
+    for name in getattr(config, "sub_configs", None) or {}:
+        inner = getattr(config, name, None)
+        found = path_to(inner, wanted) if inner is not None else None
+        if found is not None:
+            return (name, *found)
+    return None
+
+
+def stack_of(model: Any) -> Any:
+    """The part of a model's config that its stack of decoder layers was built from.
+
+    It is the one that a module around the stack holds, where that is a nested one (a model may name its stacks as it
+    likes: ``global_config``); else the language model's.
+    """
+    name = find_layers(model, model.config)[0]
+    while name:
+        name = name.rpartition(".")[0]
+        held = getattr(model.get_submodule(name), "config", None)
+        if held is not None and path_to(model.config, held):
+            return held
+    return text_of(model.config)
+
+
+def stack_fields(model: Any) -> dict[str, Any]:
+    """Fields of :func:`stack_of`."""
+    return fields_of(stack_of(model))
+
+
 def text_path(config: Any) -> tuple[str, ...]:
     """Names of the nested configs that lead to the language model's; empty where it is the config itself."""
-    text = text_of(config)
-
-    def search(part: Any) -> tuple[str, ...] | None:
-        if part is text:
-            return ()
-        for name in getattr(part, "sub_configs", None) or {}:
-            inner = getattr(part, name, None)
-            found = search(inner) if inner is not None else None
-            if found is not None:
-                return (name, *found)
-        return None
-
-    return search(config) or ()
+    return path_to(config, text_of(config)) or ()
 
 
 _ROPE_DEFAULT = re.compile(r"rope_parameters\.get\(\s*\"(\w+)\",\s*(\[[\d,\s]+\])")
@@ -206,11 +250,9 @@ def step_inputs(model: Any, tokens: int, *, batch: int, seed: int | None) -> dic
     parameters = parameters_of(model.forward)
     arguments = [{"input_ids": ids, "labels": ids, "use_cache": False}]
     failure: Exception | None = None
-    for given in itertools.chain(arguments, with_image(model, ids)):
-        values = {
-            k: torch.randn(v.shape, generator=generator) if isinstance(v, Tensor) and v.is_floating_point() else v
-            for k, v in given.items()
-        }
+    one = (_repeated(given, batch) for given in with_image(model, ids)) if batch > 1 else ()
+    for given in itertools.chain(arguments, with_image(model, ids), one):
+        values = {k: _drawn(k, v, generator) for k, v in given.items()}
         values.pop("use_cache" if "use_cache" not in parameters and not _takes_more(model) else "", None)
         try:
             with torch.no_grad():
@@ -221,6 +263,24 @@ def step_inputs(model: Any, tokens: int, *, batch: int, seed: int | None) -> dic
         return values
     assert failure is not None
     raise failure
+
+
+def _repeated(given: dict[str, Any], batch: int) -> dict[str, Any]:
+    """The same image for every sequence, where an argument holds one."""
+    return {
+        k: v.repeat(batch, *[1] * (v.dim() - 1)) if isinstance(v, Tensor) and v.dim() and v.shape[0] == 1 else v
+        for k, v in given.items()
+    }
+
+
+def _drawn(name: str, value: Any, generator: torch.Generator) -> Any:
+    """Random numbers in the place of pixels; where a patch's place is written before them, it stays."""
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        return value
+    drawn = torch.randn(value.shape, generator=generator)
+    if name == PACKED_WITH_PLACES:
+        drawn[..., :2] = value[..., :2]
+    return drawn
 
 
 def _takes_more(model: Any) -> bool:

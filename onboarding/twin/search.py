@@ -13,6 +13,8 @@ from onboarding.stages.parse.repair import Attempt, with_repairs
 from onboarding.twin import layers, models, shrink
 from onboarding.twin.plan import TwinPlan
 
+TOWER_LAYERS = 2
+
 
 def derive(
     config: dict[str, Any], *, layers_at_least: int = 1, sequence_length: int = 64, assume: bool = False
@@ -102,7 +104,8 @@ def _search(
 ) -> TwinPlan | None:
     """The first proposal that holds, or None; why the others do not is appended to ``failures`` and ``raised``."""
     whole: Any = published.config  # of a composite config, the part that the class takes
-    text, path = models.text_fields(whole), models.text_path(whole)
+    stack = models.stack_of(published)
+    text, path = models.fields_of(stack), models.path_to(whole, stack) or ()
     architectures = {"architectures": [type(published).__name__]}
     known = models.with_implied_rope(published, models.fields_of(whole), path)
     per_layer = layers.per_layer_fields(text, len(layers.decoder_layers(published)[1]))
@@ -110,12 +113,12 @@ def _search(
     for rule in shrink.rules_for(text, sequence_length):
         small = shrink.shrink(known, rule)
         for chosen in layers.selections(all_kinds, layers_at_least):
-            fields = {**_cut(small, path, text, chosen, len(all_kinds)), **architectures}
+            fields = {**_cut(small, path, text, chosen, all_kinds), **architectures}
             label = f"{'tied' if rule.tied else 'free'} sizes (heads / {rule.heads:g}), layers {chosen}"
             expected = [all_kinds[i] for i in chosen]
 
             def same_kinds(twin: Any, expected: list[layers.Kind] = expected) -> None:
-                if layers.kinds(twin, models.text_fields(twin.config), per_layer) != expected:
+                if layers.kinds(twin, models.stack_fields(twin), per_layer) != expected:
                     raise LookupError("its layers are of other kinds than the published ones")
 
             try:
@@ -125,27 +128,42 @@ def _search(
                 if not isinstance(error, LookupError):
                     raised.append(error)
                 continue
-            sizes = _sizes(models.text_fields(twin.config), twin, sequence_length)
+            sizes = _sizes(models.stack_fields(twin), twin, sequence_length)
             return TwinPlan(config=fields, class_name=type(twin).__name__, layers=tuple(chosen), sizes=sizes)
     return None
 
 
 def _cut(
-    small: dict[str, Any], path: tuple[str, ...], text: dict[str, Any], chosen: list[int], depth: int
+    small: dict[str, Any], path: tuple[str, ...], text: dict[str, Any], chosen: list[int], all_kinds: list[layers.Kind]
 ) -> dict[str, Any]:
     """Cut the depth of the language model's fields, wherever they are nested, and keep its initial scale.
 
     Linear layers keep the published spread of their pre-activations: std x sqrt(width) stays what it was.
     """
     if path:
-        inner = _cut(small[path[0]], path[1:], text, chosen, depth)
+        inner = _cut(small[path[0]], path[1:], text, chosen, all_kinds)
         others = {k: _shallow(v) if isinstance(v, dict) and _is_tower(v) else v for k, v in small.items()}
-        return {**others, path[0]: inner}
-    cut = layers.with_layers(small, chosen, depth)
+        return _reselected({**others, path[0]: inner})
+    cut = layers.with_layers(small, chosen, len(all_kinds), all_kinds)
     before, after = text.get("hidden_size"), small.get("hidden_size")
     if isinstance(cut.get("initializer_range"), float) and before and after:
         cut["initializer_range"] = cut["initializer_range"] * math.sqrt(before / after)
     return cut
+
+
+def _reselected(fields: dict[str, Any]) -> dict[str, Any]:
+    """Numbers of a tower's layers that are read, kept within the layers that it has left."""
+
+    def within(value: Any) -> Any:
+        if isinstance(value, list):
+            return [within(v) for v in value]
+        plain = isinstance(value, int) and not isinstance(value, bool)
+        return max(-TOWER_LAYERS, min(value, TOWER_LAYERS - 1)) if plain else value
+
+    return {
+        k: _reselected(v) if isinstance(v, dict) else within(v) if shrink.SELECTED.search(k) else v
+        for k, v in fields.items()
+    }
 
 
 def _is_tower(part: dict[str, Any]) -> bool:
@@ -153,9 +171,9 @@ def _is_tower(part: dict[str, Any]) -> bool:
 
 
 def _shallow(tower: dict[str, Any]) -> dict[str, Any]:
-    """A tower of two layers: the twin reads text only, the tower is there to be built and saved."""
+    """A tower of few layers: the twin reads text only, the tower is there to be built and saved."""
     depth = next((v for k, v in tower.items() if shrink.DEPTH.search(k) and isinstance(v, int)), 0)
-    return layers.with_layers(tower, list(range(min(2, depth))), depth) if depth else tower
+    return layers.with_layers(tower, list(range(min(TOWER_LAYERS, depth))), depth) if depth else tower
 
 
 def _sizes(fields: dict[str, Any], twin: Any, sequence_length: int) -> dict[str, int | str]:

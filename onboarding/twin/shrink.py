@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 VOCAB = 320
@@ -39,17 +39,32 @@ EXPERT_GROUPS = re.compile(r"^(n_group|num_expert_group)$")
 STATE_SIZE = re.compile(r"(^|_)(d_state|state_size|state_dim)$")
 KV_HEADS = re.compile(r"(kv_heads?|key_value_heads|num_query_groups|multi_query_group_num)$")
 HEAD_COUNT = re.compile(r"(^|_)(num|n)_(.*_)?heads?$|^(num_heads|n_heads?|(en|de)coder_attention_heads)$")
-HEAD_SIZE = re.compile(r"(head_dim|head_size|d_head|head_width|kv_channels|headdim|rotary_dim|rope_dim|rotary_ndims)$")
+HEAD_SIZE = re.compile(
+    r"(head_dim|head_size|d_head|d_kv|head_width|kv_channels|headdim|rotary_dim|rope_dim|rotary_ndims)$"
+)
 RANK = re.compile(r"(_rank|_rank_dim|lora_dim)$")
 WINDOW = re.compile(r"(sliding_window(_size)?|attention_chunk_size|chunk_size|index_topk|local_window|window_size)$")
 BLOCK = re.compile(r"^block_size$")
+LATENTS = re.compile(r"^latent_query_num$")
+"""Places of the sequence that an image takes."""
 WIDTH = re.compile(
-    r"(^|_)(hidden_size|d_model|n_embd|n_inner|d_ssm|lru_width|d_inner|emb_dim|embedding_dim|feed_forward_size|intermediate|intermediate_size|ffn_dim|embed_dim"
+    r"(^|_)(hidden_size|hidden_size_global|d_model|n_embd|n_inner|d_ssm|lru_width|d_inner|emb_dim|embedding_dim|feed_forward_size|intermediate|intermediate_size|ffn_dim|embed_dim"
     r"|ffn_hidden_size|hidden_dim|feedforward_dim|width|out_hidden_size|expert_size|shared_size|channels_size|hidden"
-    r"|intermediate_size_mlp|hidden_size_per_layer_input|latent_size|latent_dim|embedding_size|expand_dim|ff_dim|mlp_dim)$"
+    r"|intermediate_size_mlp|hidden_size_per_layer_input|latent_size|latent_dim|embedding_size|expand_dim|ff_dim|d_ff|mlp_dim)$"
 )
 SECTION = re.compile(r"_section$")
 PER_FREQUENCY = re.compile(r"^(short|long)_factor$")
+SELECTED = re.compile(r"^(vision|visual|vit|image|audio)_(feature_|select_)?layers?$")
+"""Which layers of a tower are read: numbers from its start, or negative ones from its end."""
+_SIZES = (
+    DEPTH, VOCABULARY, EXPERT_COUNT, EXPERT_EXTRA, EXPERTS_TOP_K, EXPERT_GROUPS, STATE_SIZE, KV_HEADS, HEAD_COUNT,
+    HEAD_SIZE, RANK, WINDOW, BLOCK, WIDTH,
+)  # fmt: skip
+
+
+def known(name: str) -> bool:
+    """Whether a field's name tells what kind of size it holds."""
+    return any(pattern.search(name) for pattern in _SIZES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +81,8 @@ class Rule:
     experts: float
     tokens: int
     """Sequence length of the twin."""
+    least: int = 32
+    """Smallest width where widths are free."""
     rotary: tuple[tuple[int, int], ...] = ()
     """(frequencies of the published model, frequencies of the twin): half of a head, or of its rotating part."""
 
@@ -106,6 +123,8 @@ def rules_for(text: dict[str, Any], sequence_length: int) -> list[Rule]:
     divisors = {max(main / count, 1.0) for count in (1, 2, 4, 8)}
     for a in sorted(divisors, key=lambda a: abs(hidden / (a * smallest) - HIDDEN)):
         rules.append(rule(tied=True, heads=a, head_dims=smallest, widths=a * smallest))
+    # heads of a size that the code fixes fit in no smaller width
+    rules.append(replace(rules[0], least=2 * HIDDEN))
     return rules
 
 
@@ -186,6 +205,8 @@ def _size(key: str, value: int, fields: dict[str, Any], rule: Rule, ids: dict[in
         return min(value, rule.window)
     if BLOCK.search(key):
         return min(value, max(rule.window // 4, 1))
+    if LATENTS.search(key):
+        return min(value, max(rule.tokens // 4, 1))
     if STATE_SIZE.search(key):
         return min(value, STATE)
     if KV_HEADS.search(key):
@@ -226,4 +247,4 @@ def _width(value: int, rule: Rule) -> int:
     small = value / rule.widths
     if rule.tied:
         return max(1, round(small))
-    return int(min(max(32, round(small / 16) * 16), 4 * HIDDEN))
+    return int(min(max(rule.least, round(small / 16) * 16), 4 * HIDDEN))

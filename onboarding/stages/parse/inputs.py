@@ -21,6 +21,8 @@ _PIXELS = ("pixel_values", "flattened_patches", "hidden_states", "pixel_values_v
 _MERGES = (
     "spatial_merge_size", "merge_size", "downsample_factor", "scale_factor", "merge_kernel_size", "pooling_kernel_size",
 )  # fmt: skip
+PACKED_WITH_PLACES = "flattened_patches"
+"""Packed patches with two numbers before the pixels: their row and column, from 1."""
 DEFAULT_IMAGE = 224
 MOST_PATCHES = 64
 """Side of the patch grid at most: an image of 896 pixels at patches of 14."""
@@ -148,13 +150,16 @@ def image_inputs(parameters: dict[str, Any], config: Any, dtype: torch.dtype, re
     main = next((name for name in _PIXELS if name in names), None) or next((n for n in names if "pixel" in n), None)
     if main is None:
         return
-    if main == "flattened_patches":  # two numbers before the pixels say where the patch is
+    if main == PACKED_WITH_PLACES:  # two numbers before the pixels say where the patch is
         widths = read & {picture.patch_elements, 2 * picture.patch_elements} or read
         layouts: list[tuple[int, ...]] = [(1, picture.patches, 2 + width) for width in sorted(widths)[:8]]
     else:
         layouts = _pixel_layouts(picture, names, main, read)
     for layout in layouts:
         given: Inputs = {main: torch.zeros(layout, dtype=dtype)}
+        if main == PACKED_WITH_PLACES:
+            rows, columns = torch.arange(1, picture.rows + 1), torch.arange(1, picture.columns + 1)
+            given[main][..., :2] = torch.cartesian_prod(rows, columns).to(dtype)
         for name, parameter in parameters.items():
             needed = parameter.default is inspect.Parameter.empty or _wanted(name)
             if name not in given and needed:
@@ -221,6 +226,8 @@ def text_inputs(parameters: dict[str, Any], ids: torch.Tensor, config: Any) -> I
             given[name] = ids.new_zeros(*ids.shape, 4)
         elif name in ("protein_input_ids",):
             given[name] = ids[:, :64]
+        elif name == "mm_token_type_ids":  # all of it text
+            given[name] = torch.zeros_like(ids)
     return given
 
 
@@ -251,6 +258,9 @@ def with_image(model: Any, ids: torch.Tensor) -> Iterator[Inputs]:
         images = next((t.shape[1] for t in given.values() if isinstance(t, torch.Tensor) and t.dim() == 5), 1)
         if "image_attention_mask" in parameters:
             given["image_attention_mask"] = ids.new_ones(*ids.shape, images)
+        if "image_embeds_position_mask" in parameters:
+            places = _number(model.config, "latent_query_num") or 1
+            given["image_embeds_position_mask"] = (torch.arange(ids.shape[1]) < places).long().expand(ids.shape)
         yield {**given, **text_inputs(parameters, ids, model.config), "use_cache": False}
 
 

@@ -175,8 +175,8 @@ def understand_twin(full: nn.Module, twin: Any, layers: list[int], kinds: list[l
             sizes = Sizes(
                 stack[index],
                 full_stack[stands_for],
-                models.text_fields(twin.config),
-                models.text_fields(full.config),
+                models.stack_fields(twin),
+                models.stack_fields(full),
             )
             found.roles[stands_for] = _layer(steps, moved, f"{prefix}.{index}", index, ledger, sizes)
             found.proofs += ledger.proofs
