@@ -83,6 +83,19 @@ def _case(
     )
 
 
+def training_case(spec: Spec, tokens: int) -> Case:
+    """What a training step of ``tokens`` tokens hands over, for tuning."""
+    dims = {
+        "batch": 1,
+        "length": tokens,
+        "key_heads": spec.key_heads,
+        "value_heads": spec.value_heads,
+        "key_dim": spec.key_dim,
+        "value_dim": spec.value_dim,
+    }
+    return Case(name=f"{tokens} tokens", dims=dims, dtype=spec.dtype, distribution="real")
+
+
 def make_tensors(
     spec: Spec, case: Case, generator: torch.Generator, dtype: torch.dtype, device: torch.device | str
 ) -> dict[str, Tensor | None]:

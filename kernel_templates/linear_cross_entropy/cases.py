@@ -46,6 +46,12 @@ def cases(spec: Spec, rng: random.Random, count: int, level: str) -> list[Case]:
     ]
 
 
+def training_case(spec: Spec, tokens: int) -> Case:
+    """What a training step of ``tokens`` tokens hands over, for tuning."""
+    dims = {"rows": tokens, "hidden": spec.hidden, "vocabulary": spec.vocabulary}
+    return Case(name=f"{tokens} tokens", dims=dims, dtype=spec.dtype, options={"denominator": False})
+
+
 def make_tensors(
     spec: Spec, case: Case, generator: torch.Generator, dtype: torch.dtype, device: torch.device | str
 ) -> dict[str, Tensor | None]:

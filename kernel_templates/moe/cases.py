@@ -81,6 +81,24 @@ def cases(spec: Spec, rng: random.Random, count: int, level: str) -> list[Case]:
     ]
 
 
+def training_case(spec: Spec, tokens: int) -> Case:
+    """What a training step of ``tokens`` tokens hands over, for tuning."""
+    dims = {
+        "tokens": tokens,
+        "top_k": spec.top_k,
+        "experts": spec.experts,
+        "hidden": spec.hidden,
+        "intermediate": spec.intermediate,
+    }
+    return Case(
+        name=f"{tokens} tokens",
+        dims=dims,
+        dtype=spec.dtype,
+        distribution="uniform",
+        options={"fp32_scores": False},
+    )
+
+
 def routing(case: Case, generator: torch.Generator) -> Tensor:
     """index [T, K] int64 by the case's distribution; without duplicates inside a token unless they are asked for."""
     tokens, top_k, experts = (case.dims[n] for n in ("tokens", "top_k", "experts"))

@@ -43,6 +43,13 @@ def cases(spec: Spec, rng: random.Random, count: int, level: str) -> list[Case]:
     ]
 
 
+def training_case(spec: Spec, tokens: int) -> Case:
+    """What a training step of ``tokens`` tokens hands over, for tuning."""
+    # a norm of heads has several rows a token
+    heads = 32 if spec.hidden <= 256 else 1
+    return Case(name=f"{tokens} tokens", dims={"rows": tokens, "heads": heads, "hidden": spec.hidden}, dtype=spec.dtype)
+
+
 def make_tensors(
     spec: Spec, case: Case, generator: torch.Generator, dtype: torch.dtype, device: torch.device | str
 ) -> dict[str, Tensor | None]:

@@ -53,6 +53,19 @@ def cases(spec: Spec, rng: random.Random, count: int, level: str) -> list[Case]:
     ]
 
 
+def training_case(spec: Spec, tokens: int) -> Case:
+    """What a training step of ``tokens`` tokens hands over, for tuning."""
+    dims = {
+        "batch": 1,
+        "tokens": tokens,
+        "heads": spec.heads,
+        "key_heads": spec.key_heads,
+        "head_dim": spec.head_dim,
+        "rotary_dim": spec.rotary_dim,
+    }
+    return Case(name=f"{tokens} tokens", dims=dims, dtype=spec.dtype)
+
+
 def make_tensors(
     spec: Spec, case: Case, generator: torch.Generator, dtype: torch.dtype, device: torch.device | str
 ) -> dict[str, Tensor | None]:

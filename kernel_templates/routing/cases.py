@@ -45,6 +45,13 @@ def cases(spec: Spec, rng: random.Random, count: int, level: str) -> list[Case]:
     ]
 
 
+def training_case(spec: Spec, tokens: int) -> Case:
+    """What a training step of ``tokens`` tokens hands over, for tuning."""
+    dims = {"rows": tokens, "experts": spec.experts, "top_k": spec.top_k}
+    # no redraws of near ties: nobody compares these results
+    return Case(name=f"{tokens} tokens", dims=dims, dtype=spec.dtype, distribution="ties")
+
+
 def make_tensors(
     spec: Spec, case: Case, generator: torch.Generator, dtype: torch.dtype, device: torch.device | str
 ) -> dict[str, Tensor | None]:

@@ -8,9 +8,10 @@ from __future__ import annotations
 import json
 import statistics
 import sys
+import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from multiprocessing.pool import Pool
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,20 +20,22 @@ import torch
 from torch import Tensor
 
 from kernel_templates.case import Case
+from kernel_templates.launch import quicken
 from kernel_templates.loading import load_module
 from kernel_templates.novel import NovelSpec
 from kernel_templates.registry import family_module, load_spec
 from kernel_templates.spec import OperatorSpec
 from onboarding.stages.judge import novel as _novel  # noqa: F401  (stands for the modules of novel operators)
+from onboarding.stages.tune.compiling import compile_configs, shapes_of, start_pool
 
 FLUSH_BYTES = 256 * 2**20
 """Several times the 50 MB of an H200's L2."""
-FINALISTS = 8
-ROUNDS = 15
-COMPILERS = 8
+FINALISTS = 4
+FIRST_TURNS, LAST_TURNS = 3, 15
 
 Tensors = dict[str, Tensor | None]
 Config = dict[str, Any]
+Compile = Callable[[list[Config]], list[bool]]
 
 
 class Entry:
@@ -64,6 +67,7 @@ class Bench:
             role.name for role in spec.inputs() if role.differentiable and self.sets[0].get(role.name) is not None
         )
         self.flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+        self.upstream: Tensors = {}
         self.turn = 0
 
     def once(self, entry: Entry) -> None:
@@ -71,7 +75,9 @@ class Bench:
         tensors = self.sets[self.turn % len(self.sets)]
         self.turn += 1
         forward_ms, (outputs, saved) = self._timed(partial(self.module.forward, tensors, entry.config))
-        grads = {n: torch.ones_like(t) for n, t in outputs.items()}
+        if not self.upstream:
+            self.upstream = {n: torch.randn_like(t) if t.is_floating_point() else None for n, t in outputs.items()}
+        grads = dict(self.upstream)
         backward = partial(self.module.backward, tensors, saved, grads, self.needs, entry.config)
         backward_ms, _ = self._timed(backward)
         entry.forward_ms.append(forward_ms)
@@ -87,32 +93,56 @@ class Bench:
         return float(begin.elapsed_time(end)), result
 
 
-def tune(bench: Bench, configs: list[Config], say: Callable[..., None]) -> list[Entry]:
-    """Compile all, drop those that fail, time the rest, combine the winners, and race the best in turns."""
-    entries = [Entry(config) for config in configs]
-    with ThreadPoolExecutor(COMPILERS) as pool:  # LLVM and ptxas work outside the interpreter's lock
-        alive = [e for e, ok in zip(entries, pool.map(partial(_compiles, bench), entries), strict=True) if ok]
+def tune(
+    bench: Bench, configs: list[Config], compiled: Compile, seconds: float, say: Callable[..., None]
+) -> list[Entry]:
+    """The best configurations by time, fastest first; empty where none runs.
+
+    All are compiled first, side by side. Then successive halving: everybody is timed a few times in turns, the slower
+    half leaves, and the others go on until few are left, which race each other. Families whose kernels are independent
+    list a base and variations of one kernel each: the best variations are combined before the last race.
+
+    Args:
+        bench: inputs.
+        configs: the space.
+        compiled: compiles a list of configurations and says which of them can run.
+        seconds: after them the field is halved without another round; compilation is not cut short.
+        say: told of every configuration that was tried.
+    """
+    ends = time.monotonic() + seconds
+    alive = [Entry(config) for config, ok in zip(configs, compiled(configs), strict=True) if ok]
+    alive = [entry for entry in alive if _runs(bench, entry)]
+    say(tried=len(configs) - len(alive))
+    _round(bench, alive, FIRST_TURNS)
+    extra = [Entry(c) for c in combine([e.config for e in alive], [e.total_ms for e in alive])]
+    if extra and compiled([e.config for e in extra])[0] and _runs(bench, extra[0]):
+        _round(bench, extra, FIRST_TURNS)
+        alive += extra
+    while len(alive) > FINALISTS:
+        left = sorted(alive, key=lambda e: e.total_ms)[: max(FINALISTS, len(alive) // 2)]
+        say(tried=len(alive) - len(left))
+        alive = left
+        if time.monotonic() < ends:
+            _round(bench, alive, FIRST_TURNS)
     for entry in alive:
-        for _ in range(3):
-            bench.once(entry)
-        say(tried=1)
-    combined = combine([e.config for e in alive], [e.total_ms for e in alive])
-    if combined is not None and combined not in [e.config for e in alive]:
-        extra = Entry(combined)
-        if _compiles(bench, extra):
-            bench.once(extra)
-            alive.append(extra)
-    best = sorted(alive, key=lambda e: e.total_ms)[:FINALISTS]
-    for entry in best:
         entry.forward_ms, entry.backward_ms = [], []
-    for _ in range(ROUNDS):
-        for entry in best:
+    turns = 0
+    while turns < FIRST_TURNS or (turns < LAST_TURNS and time.monotonic() < ends):
+        _round(bench, alive, 1)
+        turns += 1
+    say(tried=len(alive))
+    return sorted(alive, key=lambda e: e.total_ms)
+
+
+def _round(bench: Bench, entries: list[Entry], turns: int) -> None:
+    """Everybody in turns, so that a change of the clock hits all alike."""
+    for _ in range(turns):
+        for entry in entries:
             bench.once(entry)
-    return sorted(best, key=lambda e: e.total_ms)
 
 
-def _compiles(bench: Bench, entry: Entry) -> bool:
-    """Whether the configuration runs at all (it may exceed shared memory)."""
+def _runs(bench: Bench, entry: Entry) -> bool:
+    """Whether the configuration runs at all; the time of this first call does not count."""
     try:
         bench.once(entry)
     except Exception as problem:
@@ -123,13 +153,10 @@ def _compiles(bench: Bench, entry: Entry) -> bool:
     return True
 
 
-def combine(configs: list[Config], times: list[float]) -> Config | None:
-    """The first configuration with the best variation of every group of settings that varies with it.
-
-    Families whose kernels are independent list a base and variations of one kernel each.
-    """
+def combine(configs: list[Config], times: list[float]) -> list[Config]:
+    """The first configuration with the best variation of every kernel's settings, if that is a new one."""
     if len(configs) < 3:
-        return None
+        return []
     base, base_ms = configs[0], times[0]
     best: dict[str, tuple[float, Config]] = {}
     for config, ms in zip(configs[1:], times[1:], strict=True):
@@ -140,35 +167,61 @@ def combine(configs: list[Config], times: list[float]) -> Config | None:
     merged = dict(base)
     for _, changed in best.values():
         merged.update(changed)
-    return merged if len(best) > 1 else None
+    return [merged] if len(best) > 1 and merged not in configs else []
 
 
 def main() -> None:
     """``python -m onboarding.stages.tune.child JOB.json``."""
-    job = json.loads(Path(sys.argv[1]).read_text())
+    with start_pool() as pool:
+        _work(json.loads(Path(sys.argv[1]).read_text()), pool)
+
+
+def _work(job: dict[str, Any], pool: Pool) -> None:
     spec = load_spec(job["spec"])
-    module = load_module(Path(job["candidate"]))
+    source = Path(job["candidate"])
+    module = load_module(source)
+    quicken(module)
+    major, minor = torch.cuda.get_device_capability()
 
     def say(**data: Any) -> None:
         print(json.dumps(data), flush=True)
 
+    done: list[dict[str, int]] = []
     for number, case in enumerate(job["cases"]):
-        bench = Bench(module, spec, Case(**case))
+        try:
+            bench = Bench(module, spec, Case(**case))
+        except torch.cuda.OutOfMemoryError:
+            torch.cuda.empty_cache()
+            print(f"{case['name']}: does not fit this GPU", file=sys.stderr)
+            continue
         bucket = module.bucket(bench.sets[0])
+        if bucket in done:  # its sizes do not depend on the number of tokens
+            continue
+        done.append(bucket)
         if isinstance(spec, NovelSpec):
             configs = list(module.CONFIGS)
         else:
             configs = family_module(spec.family, "tuning").space(spec, bucket)
-        ranked = tune(bench, configs, partial(say, case=number, total=len(configs)))
+
+        def compiled(some: list[Config], bench: Bench = bench) -> list[bool]:
+            found = compile_configs(pool, source, shapes_of(bench.sets[0]), some, 10 * major + minor)
+            for each in found:
+                print("\n".join(each.errors), end="\n" * bool(each.errors), file=sys.stderr)
+            return [not each.errors for each in found]
+
+        began = time.monotonic()
+        ranked = tune(bench, configs, compiled, job["seconds"], partial(say, case=number, total=len(configs)))
         if ranked:
             first = ranked[0]
             say(
                 case=number,
+                name=case["name"],
                 bucket=bucket,
                 config=first.config,
                 forward_ms=statistics.median(first.forward_ms),
                 backward_ms=statistics.median(first.backward_ms),
                 tried=len(configs),
+                seconds=round(time.monotonic() - began, 1),
             )
         del bench
         torch.cuda.empty_cache()

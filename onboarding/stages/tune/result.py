@@ -16,6 +16,10 @@ class TunedRow(Record):
     forward_ms: float
     backward_ms: float
     tried: int
+    name: str = ""
+    """The inputs that were timed, e.g. ``8192 tokens``."""
+    seconds: float = 0.0
+    """Compilation and timing of this row."""
 
 
 class TuneResult(StageResult):

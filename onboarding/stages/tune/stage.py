@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import random
 import shutil
 import time
@@ -25,8 +26,8 @@ from onboarding.stages.judge.novel import configs_for
 from onboarding.stages.judge.stage import choose_device
 from onboarding.stages.tune.result import TunedRow, TuneResult
 
-BUCKETS = 3
-"""Shapes that are tuned for: the largest of the family's own."""
+SECONDS = 20.0
+"""Timing of one shape; compilation comes on top."""
 LIMITS = Limits(wall_s=900.0, memory_bytes=64 * 2**30, processes=512, scratch_bytes=8 * 2**30)
 PROOF_CASES = 4
 
@@ -85,19 +86,16 @@ def tune(source: bytes, spec: OperatorSpec, context: StageContext) -> TuneResult
     return TuneResult(summary=summary, device=device, rows=rows, seconds=round(seconds, 1))
 
 
-def shapes(spec: OperatorSpec) -> list[Case]:
-    """The largest cases of the family, one for each bucket."""
+def shapes(spec: OperatorSpec, tokens: int) -> list[Case]:
+    """What a training step hands the operator, at the job's sequence length and at shorter and longer ones.
+
+    A novel operator's tokens are not known: the largest of its own cases stand for them.
+    """
     cases = family_module(spec.family, "cases")
-    template = family_module(spec.family, "template")
-    found: dict[str, tuple[int, Case]] = {}
-    for case in cases.cases(spec, random.Random(0), 8, "compiled"):
-        generator = torch.Generator("cuda").manual_seed(0)
-        tensors = cases.make_tensors(spec, case, generator, getattr(torch, spec.dtype), "cuda")
-        size = sum(t.nbytes for t in tensors.values() if t is not None)
-        bucket = json.dumps(template.bucket(tensors, spec), sort_keys=True)
-        if size > found.get(bucket, (0, case))[0]:
-            found[bucket] = (size, case)
-    return [case for _, case in sorted(found.values(), key=lambda item: -item[0])[:BUCKETS]]
+    if hasattr(cases, "training_case"):
+        return [cases.training_case(spec, count) for count in (tokens, max(tokens // 4, 1), 4 * tokens)]
+    found = cases.cases(spec, random.Random(0), 8, "compiled")
+    return sorted(found, key=lambda case: -math.prod(case.dims.values()))[:1]
 
 
 def search(source: bytes, spec: OperatorSpec, context: StageContext) -> list[TunedRow]:
@@ -109,7 +107,8 @@ def search(source: bytes, spec: OperatorSpec, context: StageContext) -> list[Tun
     job: dict[str, Any] = {
         "spec": spec.to_dict(),
         "candidate": str(given / "candidate.py"),
-        "cases": [dataclasses.asdict(case) for case in shapes(spec)],
+        "cases": [dataclasses.asdict(case) for case in shapes(spec, context.options.sequence_length)],
+        "seconds": SECONDS,
     }
     for name, data in (("candidate.py", source), ("job.json", json.dumps(job).encode())):
         (given / name).write_bytes(data)
@@ -127,11 +126,10 @@ def search(source: bytes, spec: OperatorSpec, context: StageContext) -> list[Tun
             return
         if "config" in data:
             bucket = json.dumps(data["bucket"], sort_keys=True)
-            rows.append(
-                TunedRow(bucket=bucket, **{n: data[n] for n in ("config", "forward_ms", "backward_ms", "tried")})
-            )
+            facts = ("config", "forward_ms", "backward_ms", "tried", "name", "seconds")
+            rows.append(TunedRow(bucket=bucket, **{n: data[n] for n in facts}))
         elif "tried" in data:
-            done += 1
+            done += int(data["tried"])
             context.progress(done, max(done, int(data["total"]) * len(job["cases"])), spec.words())
 
     sandbox = Sandbox(gpu=True, unsafe=context.settings.unsafe_no_sandbox)
