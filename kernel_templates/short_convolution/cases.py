@@ -59,6 +59,12 @@ def _case(
     )
 
 
+def training_case(spec: Spec, tokens: int) -> Case:
+    """What a training step of ``tokens`` tokens hands over, for tuning."""
+    dims = {"batch": 1, "length": tokens, "channels": spec.channels}
+    return Case(name=f"{tokens} tokens", dims=dims, dtype=spec.dtype)
+
+
 def make_tensors(
     spec: Spec, case: Case, generator: torch.Generator, dtype: torch.dtype, device: torch.device | str
 ) -> dict[str, Tensor | None]:
