@@ -55,7 +55,8 @@ def test_the_slower_half_leaves_and_the_fastest_wins(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     space = [{"ms": ms} for ms in (9, 5, 7, 3, 8, 30, 31, 32, 33, 34, 35, 36, 37, 38, 39, 40)]
     space += [{"ms": 1, "broken": True}, {"ms": 2, "wide": True}]
-    bench, tried = Stopwatch(), 0
+    bench: Any = Stopwatch()
+    tried = 0
 
     def compiled(configs: list[dict[str, Any]]) -> list[bool]:
         return [not config.get("wide") for config in configs]
@@ -64,7 +65,7 @@ def test_the_slower_half_leaves_and_the_fastest_wins(monkeypatch: pytest.MonkeyP
         nonlocal tried
         tried += data["tried"]
 
-    ranked = tune(bench, space, compiled, 60.0, say)  # type: ignore[arg-type]
+    ranked = tune(bench, space, compiled, 60.0, say)
     assert [entry.config["ms"] for entry in ranked] == [3, 5, 7, 8]
     assert tried == len(space)  # everybody is accounted for once
     # slow ones are timed in the first round only (and run once before it)
@@ -74,9 +75,8 @@ def test_the_slower_half_leaves_and_the_fastest_wins(monkeypatch: pytest.MonkeyP
 
 def test_with_no_time_left_every_configuration_is_still_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    ranked = tune(
-        Stopwatch(), [{"ms": ms} for ms in range(20, 0, -1)], lambda c: [True] * len(c), 0.0, lambda **_: None
-    )  # type: ignore[arg-type]
+    bench: Any = Stopwatch()
+    ranked = tune(bench, [{"ms": ms} for ms in range(20, 0, -1)], lambda c: [True] * len(c), 0.0, lambda **_: None)
     assert ranked[0].config == {"ms": 1}
 
 
@@ -86,7 +86,7 @@ SAYING = sorted(family for family in FAMILIES if hasattr(family_module(family, "
 @pytest.mark.parametrize("family", SAYING)
 def test_every_family_says_what_a_training_step_hands_it(family: str) -> None:
     spec = next(s for s in VARIANTS.values() if s.family == family)
-    sizes = {n: min(v, 64) for n, v in spec.dims().items()}
+    sizes: dict[str, Any] = {n: min(v, 64) for n, v in spec.dims().items()}
     small = dataclasses.replace(spec, **sizes)
     cases = family_module(family, "cases")
     made = {
