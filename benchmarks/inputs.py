@@ -29,6 +29,7 @@ def make(benchmark: Benchmark, device: torch.device, seed: int = 0) -> dict[str,
         "linear_cross_entropy": _loss,
         "rotary": _rotary,
         "routing": _routing,
+        "indexer": _indexer,
         "linear_attention": _attention,
     }
     tensors = draw[benchmark.spec.family](benchmark, normal)
@@ -87,6 +88,22 @@ def _routing(benchmark: Benchmark, normal: Any) -> dict[str, Tensor | None]:
     bias = normal(spec.experts, scale=0.1, dtype=torch.float32)
     slots = torch.zeros(spec.top_k, dtype=torch.int32, device=logits.device)
     return {"logits": logits, "bias": bias, "slots": slots}
+
+
+def _indexer(benchmark: Benchmark, normal: Any) -> dict[str, Tensor | None]:
+    spec: Any = benchmark.spec
+    tokens, slots = benchmark.tokens, spec.top_k
+    at = torch.arange(tokens, dtype=torch.int32)
+    if spec.operation == "objective":
+        scores = normal(1, tokens, slots, dtype=torch.float32)
+        target = spec.heads * normal(1, tokens, slots, dtype=torch.float32).softmax(-1)
+        count = (at + 1).clamp_max(slots).unsqueeze(0).to(scores.device)
+        return {"scores": scores, "target": target, "count": count}
+    q, k = normal(1, tokens, spec.heads, spec.head_dim), normal(1, tokens, spec.head_dim)
+    tensors = {"q": q, "k": k, "weights": normal(1, tokens, spec.heads, scale=spec.heads**-0.5)}
+    at = at.unsqueeze(0).to(q.device)
+    slot = torch.zeros(slots, dtype=torch.int32, device=q.device)
+    return {**tensors, "begin": torch.zeros_like(at), "end": at + 1, "slots": slot}
 
 
 def _experts(benchmark: Benchmark, normal: Any) -> dict[str, Tensor | None]:

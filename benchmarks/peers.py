@@ -212,6 +212,59 @@ def compiled_routing(benchmark: Benchmark, t: Inputs) -> Call:
     return torch.compile(torch_routing(benchmark, t))
 
 
+INDEXER_ROWS, GATHER_ROWS = 256, 64
+"""Queries that torch's indexer scores at once, and whose chosen keys it gathers at once."""
+
+
+def torch_indexer(benchmark: Benchmark, t: Inputs) -> Call:
+    """Chunks of einsum, relu, weighted sum and topk; for the gradient the chosen keys are gathered and scored again."""
+    spec: Any = benchmark.spec
+    checkpoint = _imported("torch.utils.checkpoint", "checkpoint")
+
+    def scored(q: Tensor, weights: Tensor, k: Tensor, equation: str) -> Tensor:
+        z = torch.relu(torch.einsum(equation, q, k))
+        scores: Tensor = torch.einsum("sht,sh->st", z, weights).float() * spec.head_dim**-0.5
+        return scores
+
+    def gathered(q: Tensor, weights: Tensor, k: Tensor, index: Tensor) -> Tensor:
+        return scored(q, weights, k[index], "shd,std->sht")
+
+    def call() -> Tensor:
+        q, k, weights = t["q"][0], t["k"][0], t["weights"][0]
+        slots = min(spec.top_k, k.shape[0])
+        at = torch.arange(k.shape[0], device=k.device)
+        parts = []
+        for first in range(0, q.shape[0], INDEXER_ROWS):
+            rows = slice(first, first + INDEXER_ROWS)
+            with torch.no_grad():
+                scores = scored(q[rows], weights[rows], k, "shd,td->sht")
+                index = scores.masked_fill_(at >= t["end"][0, rows, None], float("-inf")).topk(slots, dim=-1).indices
+            if not torch.is_grad_enabled():
+                parts.append(scores.gather(-1, index))
+                continue
+            for some in range(0, index.shape[0], GATHER_ROWS):
+                few = slice(first + some, min(first + some + GATHER_ROWS, q.shape[0]))
+                chosen = index[some : some + GATHER_ROWS]
+                parts.append(checkpoint(gathered, q[few], weights[few], k, chosen, use_reentrant=False))
+        return torch.cat(parts).unsqueeze(0)
+
+    return call
+
+
+def compiled_kl_divergence(benchmark: Benchmark, t: Inputs) -> Call:
+    """The objective's definition, compiled."""
+
+    @torch.compile
+    def loss(scores: Tensor, target: Tensor, count: Tensor) -> Tensor:
+        used = torch.arange(scores.shape[-1], device=scores.device) < count.unsqueeze(-1)
+        log_q = scores.masked_fill(~used, float("-inf")).log_softmax(-1)
+        p = target.masked_fill(~used, 0.0)
+        p = p / p.sum(-1, keepdim=True)
+        return torch.where(p > 0, p * (p.clamp_min(1e-38).log() - log_q), 0.0).sum(-1)
+
+    return lambda: loss(t["scores"], t["target"], t["count"])
+
+
 PEERS: dict[str, Callable[[Benchmark, Inputs], Call]] = {
     "torch.rms_norm": torch_rms_norm,
     "torch.layer_norm": torch_layer_norm,
@@ -219,6 +272,8 @@ PEERS: dict[str, Callable[[Benchmark, Inputs], Call]] = {
     "torch.compile.rotary": compiled_rotary,
     "torch.routing": torch_routing,
     "torch.compile.routing": compiled_routing,
+    "torch.indexer": torch_indexer,
+    "torch.compile.kl_divergence": compiled_kl_divergence,
     "liger.fused_linear_cross_entropy": liger_fused_linear_cross_entropy,
     "fla.fused_linear_cross_entropy": fla_fused_linear_cross_entropy,
     "torch.compile.cross_entropy": compiled_cross_entropy,

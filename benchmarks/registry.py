@@ -8,6 +8,7 @@ from typing import Any
 
 from kernel_templates.gated_activation.spec import Spec as GatedActivation
 from kernel_templates.hyper_connection.spec import Spec as HyperConnection
+from kernel_templates.indexer.spec import Spec as Indexer
 from kernel_templates.linear_attention.spec import Spec as LinearAttention
 from kernel_templates.linear_cross_entropy.spec import Spec as Loss
 from kernel_templates.moe.spec import Spec as Experts
@@ -87,6 +88,18 @@ def _attention(name: str, tokens: int, key_heads: int, decay: str, peer: str) ->
     )
 
 
+def _indexer(name: str, tokens: int, heads: int) -> Benchmark:
+    return Benchmark(
+        name=name,
+        spec=Indexer(top_k=2048, heads=heads, context=tokens),
+        tokens=tokens,
+        peers=("torch.indexer",),
+        reduced={"top_k": 512, "context": 4096},
+        reduced_tokens=4096,
+        tiny={"top_k": 8, "heads": 2, "head_dim": 16, "context": 24},
+    )
+
+
 def _norm(name: str, rows: int, peers: tuple[str, ...], spec: Norm) -> Benchmark:
     return Benchmark(name=name, spec=spec, tokens=rows, peers=peers, tiny={"hidden": 48})
 
@@ -130,6 +143,16 @@ BENCHMARKS: tuple[Benchmark, ...] = (
         tokens=8192,
         peers=("torch.routing", "torch.compile.routing"),
         tiny={"experts": 16, "top_k": 3},
+    ),
+    _indexer("indexer_8192_h64_k2048", 8192, 64),
+    _indexer("indexer_32768_h32_k2048", 32768, 32),
+    _indexer("indexer_32768_h64_k2048", 32768, 64),
+    Benchmark(
+        name="indexer_objective_32768_k2048",
+        spec=Indexer(operation="objective", top_k=2048, context=32768),
+        tokens=32768,
+        peers=("torch.compile.kl_divergence",),
+        tiny={"top_k": 40},
     ),
     Benchmark(
         name="swiglu_65536x2304",
@@ -211,6 +234,13 @@ VARIANTS: dict[str, OperatorSpec] = {
         experts=256, top_k=8, activation="sigmoid", bias=True, groups=8, top_groups=4, renormalise=True, dtype="float32"
     ),
     "routing, sqrt-softplus": Routing(experts=256, top_k=6, activation="sqrt_softplus", bias=True, dtype="float32"),
+    "indexer": Indexer(top_k=2048, heads=64),
+    "indexer, 32 heads": Indexer(top_k=2048, heads=32),
+    "indexer, 16 heads": Indexer(top_k=2048, heads=16),
+    "indexer, plain sum": Indexer(top_k=2048, heads=4, activation="none", weighted=False),
+    "indexer, no activation": Indexer(top_k=2048, heads=32, activation="none"),
+    "indexer, pools": Indexer(top_k=128, heads=32, context=512),
+    "indexer objective": Indexer(operation="objective", top_k=2048),
     "experts": Experts(experts=256, top_k=8, hidden=2304, intermediate=1024),
     "experts, gelu, interleaved": Experts(
         experts=64, top_k=4, hidden=1024, intermediate=512, activation="gelu", gate_up_layout="interleaved"

@@ -59,6 +59,8 @@ class KernelReport:
     """Shared memory a program, static and dynamic."""
     num_warps: int
     seconds: float
+    register_operands: int = 0
+    """wgmma instructions whose left operand comes from registers: before ptxas 13.3 it may be overwritten too early."""
     error: str = ""
     """Why it does not compile; then the numbers are 0."""
 
@@ -171,6 +173,11 @@ def resources(compiled: Any) -> tuple[int, int]:
     return found["REG"], max(found.get("STACK", 0), found.get("LOCAL", 0))
 
 
+def register_operands(ptx: str) -> int:
+    """How many wgmma of a kernel take their left operand from registers: it stands in braces, as the sums do."""
+    return len(re.findall(r"wgmma\.mma_async[^;]*?\{[^}]*\}\s*,\s*\{", ptx, re.DOTALL))
+
+
 def _compile_jobs(request: dict[str, Any]) -> list[KernelReport]:
     from kernel_templates.loading import load_module
 
@@ -200,6 +207,7 @@ def _compile_jobs(request: dict[str, Any]) -> list[KernelReport]:
                             shared_bytes=compiled.metadata.shared,
                             num_warps=compiled.metadata.num_warps,
                             seconds=time.perf_counter() - started,
+                            register_operands=register_operands(compiled.asm["ptx"]),
                         )
                     )
                 except Exception as problem:

@@ -18,6 +18,7 @@ FAMILIES = (
     "linear_cross_entropy",
     "rotary",
     "routing",
+    "indexer",
 )
 
 

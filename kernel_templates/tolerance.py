@@ -58,6 +58,8 @@ CAPS: dict[str, Cap] = {
     # gradients: up to two roundings of dz, one of the sum, one after scaling by what flows in
     "linear_cross_entropy": Cap(output=4e-3, gradient=5e-3),
     "hyper_connection": Cap(output=4e-3, gradient=5e-3),
+    # gradients of products are rounded before the next product, and each key's part once
+    "indexer": Cap(output=4e-3, gradient=6e-3),
     "moe": Cap(output=8e-3, gradient=1e-2),
     # the gradients of decay and beta are differences of nearly equal sums
     "linear_attention": Cap(output=8e-3, gradient=1e-2, by_gradient=(("g", 2e-2), ("beta", 2e-2))),

@@ -36,6 +36,7 @@ SMALL = {
     "linear_cross_entropy": {"hidden": 32, "vocabulary": 200},
     "rotary": {"heads": 2, "key_heads": 1, "head_dim": 16, "rotary_dim": 16},
     "routing": {"experts": 16, "top_k": 3},
+    "indexer": {"top_k": 4, "heads": 2, "head_dim": 16},
     "moe": {"experts": 4, "top_k": 2, "hidden": 32, "intermediate": 16},
     "linear_attention": {"key_heads": 1, "value_heads": 2, "key_dim": 16, "value_dim": 16},
 }
@@ -154,6 +155,8 @@ def _rows():
         yield pytest.param(family, flags, marks=pytest.mark.slow if slow else ())
     for flags in CONVOLUTIONS:
         yield pytest.param("short_convolution", flags)
+    for flags in ({}, {"activation": "none", "weighted": False}, {"operation": "objective"}):
+        yield pytest.param("indexer", flags)
     for family, rows in (("linear_cross_entropy", LOSSES), ("rotary", ROTARIES), ("routing", ROUTINGS)):
         for i, flags in enumerate(rows):
             yield pytest.param(family, flags, marks=pytest.mark.slow if i > 1 else ())

@@ -29,6 +29,7 @@ FAST = [
     ("linear_cross_entropy", {"hidden": 2304, "vocabulary": 163840}),
     ("rotary", {"heads": 32, "key_heads": 4, "head_dim": 128, "rotary_dim": 128, "norm": True}),
     ("routing", {"experts": 256, "top_k": 8, "activation": "sigmoid", "bias": True, "renormalise": True}),
+    ("indexer", {"top_k": 2048, "heads": 64, "context": 32768}),
     ("moe", {"experts": 256, "top_k": 8, "hidden": 2304, "intermediate": 1024}),
     ("linear_attention", {"key_heads": 32, "value_heads": 32, "key_dim": 128, "value_dim": 128}),
 ]
