@@ -18,7 +18,7 @@ from onboarding.stages.parse.backbones import missing_backbones
 from onboarding.stages.parse.build import build_model, config_for, quiet
 from onboarding.stages.parse.inputs import PACKED_WITH_PLACES, loss_of, parameters_of, with_image
 from onboarding.stages.parse.marked import modeling_modules
-from onboarding.stages.parse.structure import find_layers
+from onboarding.stages.parse.structure import embedding_of, find_layers
 from onboarding.twin import shrink
 from onboarding.twin.plan import TwinPlan
 
@@ -275,7 +275,7 @@ def _repeated(given: dict[str, Any], batch: int) -> dict[str, Any]:
 
 def _drawn(name: str, value: Any, generator: torch.Generator) -> Any:
     """Random numbers in the place of pixels; where a patch's place is written before them, it stays."""
-    if not isinstance(value, Tensor) or not value.is_floating_point():
+    if not isinstance(value, Tensor) or not value.is_floating_point() or name == "bbox":
         return value
     drawn = torch.randn(value.shape, generator=generator)
     if name == PACKED_WITH_PLACES:
@@ -300,8 +300,8 @@ def loss_on(model: Any, inputs: dict[str, Any]) -> Tensor:
 
 def plain_vocabulary(model: nn.Module) -> int:
     """Ids that plain text may use: all bytes, or fewer where the vocabulary is smaller."""
-    config: Any = model.config
-    return min(256, int(text_of(config).vocab_size))
+    own = getattr(text_of(model.config), "vocab_size", None)
+    return min(256, int(own or embedding_of(model).shape[0]))
 
 
 def build(plan: TwinPlan, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Module:

@@ -50,7 +50,7 @@ LATENTS = re.compile(r"^latent_query_num$")
 WIDTH = re.compile(
     r"(^|_)(hidden_size|hidden_size_global|d_model|n_embd|n_inner|d_ssm|lru_width|d_inner|emb_dim|embedding_dim|feed_forward_size|intermediate|intermediate_size|ffn_dim|embed_dim"
     r"|ffn_hidden_size|hidden_dim|feedforward_dim|width|out_hidden_size|expert_size|shared_size|channels_size|hidden"
-    r"|intermediate_size_mlp|hidden_size_per_layer_input|latent_size|latent_dim|embedding_size|expand_dim|ff_dim|d_ff|mlp_dim)$"
+    r"|intermediate_size_mlp|hidden_size_per_layer_input|latent_size|latent_dim|embedding_size|expand_dim|ff_dim|d_ff|mlp_dim|projection_dim)$"
 )
 SECTION = re.compile(r"_section$")
 PER_FREQUENCY = re.compile(r"^(short|long)_factor$")

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from onboarding.problem import Problem
+from onboarding.stages.intake.contradictions import contradictions
 from onboarding.stages.intake.model_types import (
     ConfigClass,
     config_class,
@@ -29,6 +30,8 @@ _AT_LEAST_ONE = re.compile(r"^(num_attention_heads|num_heads|n_heads?|num_key_va
 """Zero of them makes no attention, and a division by zero in most classes."""
 _EPSILON = re.compile(r"(^|_)(eps|epsilon)$")
 _ACTIVATION = re.compile(r"^(hidden_act|hidden_activation|activation_function|mlp_hidden_act)$")
+_WINDOW = re.compile(r"(^|_)(sliding_window|local_attention|attention_window|window_size|attention_chunk_size)$")
+"""Lengths that some files switch off with -1."""
 _ALLOWED_NEGATIVE = re.compile(r"_token_id$|_idx$|_index$|_layer$|axis|_dim$")
 _OTHER_FILES = {
     "generation_config.json": ("eos_token_id", "bos_token_id", "do_sample", "temperature", "top_p", "max_new_tokens"),
@@ -242,10 +245,14 @@ def _check_types(config: dict[str, Any], declared: ConfigClass | None, prefix: s
                 "it is added under a square root: between 0 and 1, both excluded",
                 field=f"{prefix}{key}",
             )
+        if key == "rope_theta" and not value > 0:
+            raise Problem(
+                "config-out-of-range", f"{prefix}{key} is {value:g}", "it must be above 0", field=f"{prefix}{key}"
+            )
         limit = SIZE_LIMITS.get(canonical, MAX_SIZE)
-        lowest = 1 if canonical in SIZE_LIMITS or _AT_LEAST_ONE.search(key) else 0
-        sized = lowest == 1 or (_SIZE_NAME.search(key) and not _ALLOWED_NEGATIVE.search(key))
-        if isinstance(value, int) and (abs(value) > limit or (sized and value < lowest)):
+        lowest = 1 if canonical in SIZE_LIMITS or _AT_LEAST_ONE.search(key) else -1 if _WINDOW.search(key) else 0
+        sized = lowest != 0 or (_SIZE_NAME.search(key) and not _ALLOWED_NEGATIVE.search(key))
+        if abs(value) > limit or (sized and isinstance(value, int) and value < lowest):
             raise Problem(
                 "config-out-of-range",
                 f"{prefix}{key} is {value if abs(value) < 10**30 else 'astronomical'}",
@@ -253,6 +260,14 @@ def _check_types(config: dict[str, Any], declared: ConfigClass | None, prefix: s
                 field=f"{prefix}{key}",
                 limit=limit,
             )
+    _check_consistent(config, prefix)
+
+
+def _check_consistent(config: dict[str, Any], prefix: str) -> None:
+    for found in contradictions(config):
+        if found.certain:
+            field = f"{prefix}{found.field}"
+            raise Problem("config-contradicts-itself", f"{field} does not fit: {found.why}", "", field=field)
 
 
 def _check_activation(name: str, field: str) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 
 from onboarding.architecture import Architecture, BlockKind, GraphOperator, Growth
 from onboarding.problem import Problem
+from onboarding.stages.parse.blame import blame
 from onboarding.stages.parse.build import build_config, build_model
 from onboarding.stages.parse.census import block_parameters, count_parameters
 from onboarding.stages.parse.describe import feed_forward_words, kind_mixers, letters_for
@@ -22,7 +23,7 @@ from onboarding.stages.parse.memory import estimate_memory
 from onboarding.stages.parse.repair import Attempt, Repair, with_repairs
 from onboarding.stages.parse.roles import AUDIO, VISION, ModelRoles, find_roles
 from onboarding.stages.parse.sanity import check_sizes
-from onboarding.stages.parse.structure import Kind, Structure, find_structure
+from onboarding.stages.parse.structure import Kind, Structure, embedding_of, find_structure
 from onboarding.stages.parse.trace import trace_model
 from onboarding.stages.parse.tracer import Operation, Trace
 from onboarding.stages.parse.uses.propose import Proposals, propose_uses
@@ -60,7 +61,12 @@ def analyse(config: dict[str, Any], *, tokens: int, name: str = "", assume: bool
     model, structure, trace = traced.model, traced.structure, traced.trace
     built: Any = model.config
     roles = find_roles(model, structure, trace)
-    proposals = propose_uses(model, structure, roles, trace)
+    try:
+        proposals = propose_uses(model, structure, roles, trace)
+    except ValueError as error:  # a spec refuses sizes that its operator cannot have
+        problem = Problem("operator-impossible", "one of the model's operators cannot be", str(error))
+        blame(problem, error, built, config)
+        raise problem from error
     owners = owner_of_operations(trace, proposals)
     eager_costs(proposals.uses, trace, owners, lambda op: _repeats(roles, op))
     blocks, strip = _blocks(roles, trace)
@@ -102,19 +108,31 @@ class _Traced:
 def trace_with_repairs(
     config: dict[str, Any], *, tokens: int, assume: bool
 ) -> tuple[_Traced, dict[str, Any], list[Repair]]:
-    """Build and trace a configuration, with what its class leaves unset filled in; see :func:`with_repairs`."""
-    return with_repairs(config, partial(_traced, tokens=tokens), assume=assume)
+    """Build and trace a configuration, with what its class leaves unset filled in; see :func:`with_repairs`.
 
-
-def _traced(config: dict[str, Any], state: Attempt, *, tokens: int) -> _Traced:
-    """Build and trace; a failure carries what was read up to it."""
+    A tower that does not run is repaired too where that is possible; the rest counts without it.
+    """
+    found = with_repairs(config, partial(_traced, tokens=tokens), assume=assume)
+    if found[0].trace.tower_failure is None:
+        return found
     try:
-        return _traced_in(config, state, tokens, torch.bfloat16)
+        traced, repaired, more = with_repairs(found[1], partial(_traced, tokens=tokens, tower=True), assume=assume)
+    except Problem:
+        return found
+    return traced, repaired, [*found[2], *more]
+
+
+def _traced(config: dict[str, Any], state: Attempt, *, tokens: int, tower: bool = False) -> _Traced:
+    """Build and trace; a failure carries what was read up to it. ``tower``: one of the tower counts as a failure."""
+    try:
+        traced = _traced_in(config, state, tokens, torch.bfloat16)
     except Problem as problem:
         if problem.kind != "model-not-traced" or not _WRONG_DTYPE.search(str(problem.__cause__)):
             raise
-    traced = _traced_in(config, state, tokens, torch.float32)
-    traced.notes.append("the class does not run in bfloat16: it was traced in float32")
+        traced = _traced_in(config, state, tokens, torch.float32)
+        traced.notes.append("the class does not run in bfloat16: it was traced in float32")
+    if tower and traced.trace.tower_failure is not None:
+        raise Problem("tower-not-traced", "the vision tower does not run") from traced.trace.tower_failure
     return traced
 
 
@@ -145,20 +163,6 @@ def _traced_in(config: dict[str, Any], state: Attempt, tokens: int, dtype: torch
         }
         raise
     return _Traced(model=model, notes=notes, structure=structure, trace=trace)
-
-
-def embedding_of(model: Any) -> torch.Tensor:
-    """The token embedding's weight [vocabulary, width]; the widest embedding where the class does not name it."""
-    try:
-        named: torch.Tensor = model.get_input_embeddings().weight
-        return named
-    except (AttributeError, NotImplementedError):
-        found = [m.weight for m in model.modules() if isinstance(m, nn.Embedding)]
-    if not found:
-        raise Problem(
-            "no-embedding", f"{type(model).__name__} has no token embedding", "only language models are onboarded"
-        )
-    return max(found, key=lambda weight: weight.shape[0])
 
 
 def _block_growth(roles: ModelRoles, trace: Trace) -> dict[int, Growth]:

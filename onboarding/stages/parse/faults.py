@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import linecache
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from types import FrameType, TracebackType
@@ -27,6 +27,8 @@ class Fault:
     """What it holds; ``MISSING`` where the configuration has no such field."""
     where: str
     """File and line of the expression."""
+    depth: int = 0
+    """Calls of model code between the expression and the failure."""
 
     @property
     def unset(self) -> bool:
@@ -50,18 +52,50 @@ def _tree(filename: str) -> ast.Module | None:
 def faults_of(error: BaseException) -> list[Fault]:
     """Fields read by the failing expression, innermost model code first, unset ones before set ones."""
     found: list[Fault] = []
-    for frame, node in _expressions(error.__traceback__):
+    for depth, (frame, node) in enumerate(_expressions(error.__traceback__)):
         where = f"{frame.f_code.co_filename.rpartition('/')[2]}:{node.lineno}"
-        found += [Fault(config=c, name=n, value=v, where=where) for c, n, v in _reads(node, frame)]
+        found += [Fault(config=c, name=n, value=v, where=where, depth=depth) for c, n, v in _reads(node, frame)]
     unique = {(id(fault.config), fault.name): fault for fault in reversed(found)}
     ordered = list(unique.values())[::-1]
     return [f for f in ordered if f.unset] + [f for f in ordered if not f.unset]
 
 
-def named_in(error: BaseException) -> str | None:
-    """A field that the message itself names."""
-    match = _QUOTED.search(str(error))
-    return next(filter(None, match.groups()), None) if match else None
+def each_config(root: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[Any, tuple[str, ...]]]:
+    """A configuration and all nested ones, with their paths."""
+    yield root, path
+    for name, value in vars(root).items():
+        if is_config(value) and not name.startswith("_"):
+            yield from each_config(value, (*path, name))
+
+
+def path_to(root: Any, wanted: Any) -> tuple[str, ...] | None:
+    """Names of the nested configurations that lead from the root to one of them."""
+    if root is wanted:
+        return ()
+    for name, value in vars(root).items() if root is not None else ():
+        if is_config(value) and (inner := path_to(value, wanted)) is not None:
+            return (name, *inner)
+    # a nested configuration that failed while it was built hangs nowhere yet: its class says where it belongs
+    parts = getattr(root, "sub_configs", None) or {}
+    return next(((name,) for name, cls in parts.items() if cls is type(wanted)), None)
+
+
+def names_in(error: BaseException) -> list[str]:
+    """Names that the message itself quotes, in its order."""
+    found = (next(filter(None, groups), "") for groups in _QUOTED.findall(str(error)))
+    return list(dict.fromkeys(filter(None, found)))
+
+
+def choices_of(error: BaseException) -> list[str]:
+    """The keys of the table that the failing expression looked a missing key up in."""
+    for frame, node in _expressions(error.__traceback__):
+        for part in ast.walk(node):
+            if not isinstance(part, ast.Subscript) or not isinstance(part.value, ast.Name):
+                continue
+            table = frame.f_locals.get(part.value.id, frame.f_globals.get(part.value.id))
+            if isinstance(table, Mapping):
+                return [str(key) for key in table]
+    return []
 
 
 def _expressions(trace: TracebackType | None) -> Iterator[tuple[FrameType, ast.expr | ast.stmt]]:

@@ -17,7 +17,7 @@ import torch
 from onboarding.stages.parse.faults import is_config
 
 Inputs = dict[str, Any]
-_PIXELS = ("pixel_values", "flattened_patches", "hidden_states", "pixel_values_videos", "x")
+_PIXELS = ("pixel_values", "flattened_patches", "hidden_states", "pixel_values_videos", "img_embeds", "x")
 _MERGES = (
     "spatial_merge_size", "merge_size", "downsample_factor", "scale_factor", "merge_kernel_size", "pooling_kernel_size",
 )  # fmt: skip
@@ -167,6 +167,8 @@ def image_inputs(parameters: dict[str, Any], config: Any, dtype: torch.dtype, re
                 if value is not None:
                     given[name] = value
         yield given
+        if len(layout) == 5 and "pixel_attention_mask" in given:  # which images are there, not which pixels
+            yield {**given, "pixel_attention_mask": torch.ones(layout[:2], dtype=torch.bool)}
 
 
 def _wanted(name: str) -> bool:
@@ -223,12 +225,19 @@ def text_inputs(parameters: dict[str, Any], ids: torch.Tensor, config: Any) -> I
         elif name in ("input_ids", "decoder_input_ids", "qformer_input_ids"):
             given[name] = ids if name != "qformer_input_ids" else ids[:, :8]
         elif name == "bbox":
-            given[name] = ids.new_zeros(*ids.shape, 4)
+            given[name] = _boxes(ids)
         elif name in ("protein_input_ids",):
             given[name] = ids[:, :64]
         elif name == "mm_token_type_ids":  # all of it text
             given[name] = torch.zeros_like(ids)
     return given
+
+
+def _boxes(ids: torch.Tensor) -> torch.Tensor:
+    """Corners [B, T, 4] in (0, 1) of one box a token, side by side along a diagonal."""
+    start = torch.arange(ids.shape[1], dtype=torch.float32) / (ids.shape[1] + 1)
+    corners = torch.stack([start, start, start + 1 / (ids.shape[1] + 1), start + 1 / (ids.shape[1] + 1)], dim=-1)
+    return corners.expand(ids.shape[0], -1, -1)
 
 
 def with_image(model: Any, ids: torch.Tensor) -> Iterator[Inputs]:

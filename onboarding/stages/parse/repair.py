@@ -17,7 +17,6 @@ import ast
 import copy
 import importlib
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -25,7 +24,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from onboarding.problem import Problem
-from onboarding.stages.parse.faults import MISSING, Fault, faults_of, is_config
+from onboarding.stages.parse.blame import blame
+from onboarding.stages.parse.faults import MISSING, Fault, each_config, faults_of, is_config, names_in, path_to
 
 MOST_REPAIRS = 24
 T = TypeVar("T")
@@ -78,7 +78,8 @@ def with_repairs(
             cause = _deepest(error)
             found = _propose(repaired, state.config if state.config is not None else _root_in(error), cause, assume)
             if found is None or len(repairs) >= MOST_REPAIRS or any(found.path == r.path for r in repairs):
-                raise _with_field(error, cause, state.config, repairs) from cause
+                blame(error, cause, state.config, config)
+                raise _reported(error, repairs) from cause
             repairs.append(found)
             repaired = _set(repaired, found.path, found.value)
 
@@ -91,54 +92,13 @@ def _deepest(error: BaseException) -> BaseException:
     return error
 
 
-def _with_field(error: Exception, cause: BaseException, root: Any, repairs: list[Repair]) -> Exception:
-    if not isinstance(error, Problem):
-        return error
-    if "field" not in error.extra:
-        faults = faults_of(cause)
-        if not any(fault.unset for fault in faults):
-            faults = [*_by_number(root, cause), *faults]
-        if faults:
-            first = faults[0]
-            path = ".".join((*(_path_to(root, first.config) or ()), first.name))
-            state = "is not set" if first.unset else f"is {first.value!r}"
-            error.extra["field"] = path
-            error.detail = f"{error.detail} [{path} {state}, read at {first.where}]"
-    if repairs:
+def _reported(error: Exception, repairs: list[Repair]) -> Exception:
+    if isinstance(error, Problem) and repairs:
         error.extra["repairs"] = [repair.words for repair in repairs]
     return error
 
 
-def _by_number(root: Any, error: BaseException) -> list[Fault]:
-    """Fields whose value the message quotes, those whose name it quotes too first."""
-    text = str(error)
-    numbers = {int(n) for n in re.findall(r"\d+", text) if int(n) > 1}
-    words = set(re.findall(r"[a-z]+", text.lower()))
-    found = []
-    for owner, _ in _each(root) if root is not None else ():
-        for name, value in vars(owner).items():
-            if isinstance(value, int) and not isinstance(value, bool) and value in numbers:
-                common = len(words & set(name.split("_")) - {"num", "size"})
-                found.append((common, Fault(config=owner, name=name, value=value, where="the message")))
-    # a number that one field alone holds points at it
-    shared = Counter(fault.value for _, fault in found)
-    found.sort(key=lambda pair: (shared[pair[1].value], -pair[0]))
-    return [fault for common, fault in found if common]
-
-
 # ---- where ------------------------------------------------------------------------------------------------------
-
-
-def _path_to(root: Any, wanted: Any) -> tuple[str, ...] | None:
-    """Names of the nested configurations that lead from the root to one of them."""
-    if root is wanted:
-        return ()
-    for name, value in vars(root).items() if root is not None else ():
-        if is_config(value) and (inner := _path_to(value, wanted)) is not None:
-            return (name, *inner)
-    # a nested configuration that failed while it was built hangs nowhere yet: its class says where it belongs
-    parts = getattr(root, "sub_configs", None) or {}
-    return next(((name,) for name, cls in parts.items() if cls is type(wanted)), None)
 
 
 def _stated(config: dict[str, Any], path: tuple[str, ...]) -> bool:
@@ -158,14 +118,6 @@ def _set(config: dict[str, Any], path: tuple[str, ...], value: Any) -> dict[str,
     return changed
 
 
-def _each(root: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[Any, tuple[str, ...]]]:
-    """A configuration and all nested ones, with their paths."""
-    yield root, path
-    for name, value in vars(root).items():
-        if is_config(value) and not name.startswith("_"):
-            yield from _each(value, (*path, name))
-
-
 # ---- what -------------------------------------------------------------------------------------------------------
 
 
@@ -173,9 +125,11 @@ def _propose(config: dict[str, Any], root: Any, error: BaseException, assume: bo
     if root is None:
         return None
     faults = [*faults_of(error), *_listed_as_missing(root, error)]
-    proposals = [*_demanded(root, error, faults), *_divisible(root, error), *_rope(root, error, faults)]
+    faults += _named_unset(root, error)
+    proposals = [*_demanded(root, error, faults), *_rope(root, error, faults), *_divisible(root, error)]
+    proposals += _joined_widths(root, error)
     for fault in faults:
-        path = _path_to(root, fault.config)
+        path = path_to(root, fault.config)
         found = _filled(fault, (*path, fault.name), assume) if path is not None else None
         if found is not None:
             proposals.append(found)
@@ -190,7 +144,9 @@ def _demanded(root: Any, error: BaseException, faults: list[Fault]) -> list[Repa
     """What the class's own message says: ``x must be 0``, ``make sure that `is_decoder=True```."""
     found = []
     for name, value in [*_MUST_BE.findall(str(error)), *_MAKE_SURE.findall(str(error))]:
-        owners = [(owner, path) for owner, path in _each(root) if _read(owner, name) is not None or name in vars(owner)]
+        owners = [
+            (owner, path) for owner, path in each_config(root) if _read(owner, name) is not None or name in vars(owner)
+        ]
         owners.sort(key=lambda pair: not any(f.config is pair[0] and f.name == name for f in faults))
         for _, path in owners[:1]:
             found.append(Repair(path=(*path, name), value=ast.literal_eval(value), why="its class demands it"))
@@ -204,8 +160,22 @@ def _listed_as_missing(root: Any, error: BaseException) -> list[Fault]:
     return [
         Fault(config=owner, name=name, value=None, where="its validator")
         for name in names
-        for owner in ([c for c, _ in _each(root)] + [_raiser(error)])
+        for owner in ([c for c, _ in each_config(root)] + [_raiser(error)])
         if hasattr(owner, name)
+    ]
+
+
+def _named_unset(root: Any, error: BaseException) -> list[Fault]:
+    """A field that the message names and no decoder's configuration sets; checks outside model code raise like that."""
+    if not isinstance(error, ValueError | AttributeError):
+        return []
+    owners = [owner for owner, path in each_config(root) if not path_is_tower(path)]
+    owners.sort(key=lambda owner: owner is not root.get_text_config())
+    return [
+        Fault(config=owner, name=name, value=None, where="the message")
+        for name in names_in(error)
+        for owner in owners
+        if hasattr(owner, name) and _read(owner, name) is None
     ]
 
 
@@ -231,7 +201,7 @@ def _root_in(error: BaseException) -> Any:
     wanted = [fault.config for fault in faults_of(_deepest(error))]
 
     def rank(root: Any) -> tuple[int, int]:
-        return sum(_path_to(root, c) is not None for c in wanted), sum(_path_to(root, c) is not None for c in seen)
+        return sum(path_to(root, c) is not None for c in wanted), sum(path_to(root, c) is not None for c in seen)
 
     return max(seen, key=rank, default=None)
 
@@ -246,7 +216,7 @@ def _divisible(root: Any, error: BaseException) -> list[Repair]:
         return []
     numbers = {int(n) for n in re.findall(r"\d+", str(error))}
     found = []
-    for owner, path in _each(root):
+    for owner, path in each_config(root):
         heads, width = _read(owner, "num_attention_heads"), _read(owner, "hidden_size")
         free = not told and not path_is_tower(path) and _read(owner, "head_dim") is None
         if isinstance(heads, int) and isinstance(width, int) and width % heads and (free or {heads, width} <= numbers):
@@ -258,6 +228,28 @@ def _divisible(root: Any, error: BaseException) -> list[Repair]:
     return found
 
 
+_WIDTHS = (
+    re.compile(r"same reduction dim, but got \[\d+, (\d+)\] X \[(\d+), \d+\]"),
+    re.compile(r"cannot be multiplied \(\d+x(\d+) and (\d+)x\d+\)"),
+    re.compile(r"Expected (\d+) in dimension \d+ but got (\d+)"),
+)
+
+
+def _joined_widths(root: Any, error: BaseException) -> list[Repair]:
+    """Two parts of a tower that are joined and differ in width: the second is given the width of the first."""
+    match = next((m for pattern in _WIDTHS if (m := pattern.search(str(error)))), None)
+    if match is None:
+        return []
+    first, second = int(match[1]), int(match[2])
+    return [
+        Repair(path=(*path, name), value=first, why=f"what it is joined with is {first} wide")
+        for owner, path in each_config(root)
+        if path_is_tower(path)
+        for name, value in vars(owner).items()
+        if value == second and not isinstance(value, bool) and re.search(r"_(size|dim)$", name)
+    ]
+
+
 def path_is_tower(path: tuple[str, ...]) -> bool:
     """Whether a nested configuration is a tower's."""
     return any("vision" in name or "audio" in name for name in path)
@@ -266,7 +258,7 @@ def path_is_tower(path: tuple[str, ...]) -> bool:
 def _rope(root: Any, error: BaseException, faults: list[Fault]) -> list[Repair]:
     """Rotary settings: one entry a layer type where the class looks one up; sections that fill the rotary width."""
     found = []
-    for owner, path in _each(root):
+    for owner, path in sorted(each_config(root), key=lambda pair: path_is_tower(pair[1])):
         types = getattr(owner, "layer_types", None)
         if isinstance(error, KeyError) and isinstance(types, list) and error.args and error.args[0] in types:
             theta = float(getattr(owner, "default_theta", 10000.0))
@@ -278,9 +270,7 @@ def _rope(root: Any, error: BaseException, faults: list[Fault]) -> list[Repair]:
         match = re.search(r"sum exactly to (\d+) .*split_sizes=\[([\d, ]+)\]", str(error))
         if match and isinstance(settings, dict):
             wanted, sections = int(match[1]), [int(n) for n in match[2].split(",")]
-            head = _int(owner, "head_dim") or (_int(owner, "hidden_size") or 0) // (
-                _int(owner, "num_attention_heads") or 1
-            )
+            head = _int(owner, "head_dim") or _head_dim(owner) or 0
             share = 2 * sum(sections) / head if head else 0
             part = settings.get("partial_rotary_factor") or 1.0
             if not head:  # the width is no multiple of the heads: a head is what its sections fill

@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
+
+from onboarding.problem import Problem
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +104,20 @@ def find_layers(model: Any, config: Any) -> tuple[str, nn.ModuleList]:
     if best is None:
         raise LookupError("the model has no list of layers")
     return best[1], best[2]
+
+
+def embedding_of(model: Any) -> torch.Tensor:
+    """The token embedding's weight [vocabulary, width]; the widest embedding where the class does not name it."""
+    try:
+        named: torch.Tensor = model.get_input_embeddings().weight
+        return named
+    except (AttributeError, NotImplementedError):
+        found = [m.weight for m in model.modules() if isinstance(m, nn.Embedding)]
+    if not found:
+        raise Problem(
+            "no-embedding", f"{type(model).__name__} has no token embedding", "only language models are onboarded"
+        )
+    return max(found, key=lambda weight: weight.shape[0])
 
 
 def find_structure(model: Any, config: Any) -> Structure:

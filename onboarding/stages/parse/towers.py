@@ -54,19 +54,28 @@ def tower_modules(model: nn.Module, layers_prefix: str) -> dict[str, nn.Module]:
     return found
 
 
+_FEATURES = ("get_image_features", "get_video_features", "get_img_features")
+
+
 def _functions(model: Any, towers: dict[str, nn.Module]) -> Iterator[tuple[str, Callable[..., Any]]]:
-    for owner in (model, getattr(model, "model", None)):
-        for name in ("get_image_features", "get_video_features"):
+    """What may run a tower, the call that does most of the work first."""
+    owners = {"": model, "model": getattr(model, "model", None)}
+    for owner in owners.values():
+        for name in _FEATURES:
             function = getattr(owner, name, None)
             if callable(function) and parameters_of(function).keys() - {"args"}:
                 yield name, function
-    for name, module in towers.items():
-        yield f"{name}.forward", module.forward
+    for path, module in towers.items():
+        yield f"{path}.forward", module.forward
+        for name in ("encode", *_FEATURES):  # an image tokenizer; a tower that its own forward mixes into the text
+            function = getattr(module, name, None)
+            if callable(function):
+                yield f"{path}.{name}", function
 
 
 def find_tower_call(
     model: Any, layers_prefix: str, dtype: torch.dtype, mode: Any
-) -> tuple[TowerCall | None, list[str]]:
+) -> tuple[TowerCall | None, list[str], Exception | None]:
     """The first call that runs, found by trying under the current fake mode.
 
     Args:
@@ -76,8 +85,9 @@ def find_tower_call(
         mode: the tracer, which settles what depends on data; the trial leaves nothing in its trace.
 
     Returns:
-        The call, or None with what was tried.
+        The call, or None; what was tried, and the first failure.
     """
+    first: Exception | None = None
     towers, tried = tower_modules(model, layers_prefix), list[str]()
     encoder = model.get_encoder() if hasattr(model, "get_encoder") and model.config.is_encoder_decoder else None
     if not towers and isinstance(encoder, nn.Module):
@@ -89,10 +99,11 @@ def find_tower_call(
                 with mode.silent(), mode:
                     function(**inputs)
             except Exception as error:  # any error only rules this layout out
+                first = first or error
                 shapes = {k: tuple(v.shape) for k, v in inputs.items() if isinstance(v, torch.Tensor)}
                 tried.append(f"{name} {shapes}: {type(error).__name__}: {' '.join(str(error).split())[:120]}")
                 continue
             picture = picture_of(model.config)
             words = f"one image of {picture.height} x {picture.width} by {name}"
-            return TowerCall(function=function, inputs=inputs, words=words), tried
-    return None, tried
+            return TowerCall(function=function, inputs=inputs, words=words), tried, first
+    return None, tried, first

@@ -188,9 +188,9 @@ def _tower_step(model: nn.Module, mode: FakeTensorMode, structure: Structure, tr
     if tracer.trace.tower or not tower_modules(model, structure.prefix):
         return
     with quiet(), mode, small_constants(mode), leaves_in_place(model, tracer, lambda _: None):
-        call, tried = find_tower_call(model, structure.prefix, dtype, tracer)
+        call, tried, failure = find_tower_call(model, structure.prefix, dtype, tracer)
         if call is None:
-            tracer.trace.tower = False
+            tracer.trace.tower, tracer.trace.tower_failure = False, failure
             tracer.note(f"the vision tower was not traced: {tried[0] if tried else 'nothing takes an image'}")
             return
         tracer.phase = "forward"

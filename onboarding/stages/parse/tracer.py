@@ -64,6 +64,8 @@ class Trace:
     """The same at half the length, for how costs grow; None where the sequence is too short."""
     tower: bool | None = None
     """Whether the vision tower was traced, as far as it can be trained; None where there is none."""
+    tower_failure: Exception | None = None
+    """Why the vision tower ran on no input that was tried."""
     saved: dict[str, float] = field(default_factory=dict)
     """Module path -> bytes that its forward keeps for the backward."""
     without_gradient: list[str] = field(default_factory=list)
