@@ -49,6 +49,8 @@ def _say(verdict: dict[str, Any]) -> None:
         f"worst {verdict['worst_share']:.2f} ({verdict['worst_where']})",
         flush=True,
     )
+    if "phases" in verdict:
+        print("          " + ", ".join(f"{name} {seconds:.0f} s" for name, seconds in verdict["phases"].items()))
     for reason in verdict["reasons"][:3]:
         print(f"          {reason}", flush=True)
 
@@ -85,7 +87,8 @@ def _judge(name: str, options: argparse.Namespace) -> dict[str, Any]:
         nothing = {"outcome": "not judged", "level": "", "cases": 0, "accepted": 0, "worst_share": 0.0}
         return short | nothing | {"worst_where": "", "reasons": last}
     kept = {
-        n: result[n] for n in ("outcome", "level", "device", "triton", "torch", "seed", "worst_share", "worst_where")
+        n: result[n]
+        for n in ("outcome", "level", "device", "triton", "torch", "seed", "worst_share", "worst_where", "phases")
     }
     counts = {"cases": len(result["cases"]), "accepted": sum(c["passed"] for c in result["cases"])}
     return short | kept | counts | {"reasons": result["reasons"]}

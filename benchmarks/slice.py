@@ -52,7 +52,8 @@ def main(arguments: list[str] | None = None) -> int:
         "parameters": sum(p.numel() for p in model.parameters()),
         "rows": {},
     }
-    applied = load_apply(options.bundle)(model, bundle=options.bundle, allow_unproven=True)
+    # made here and timed here: no signature of somebody to check
+    applied = load_apply(options.bundle)(model, bundle=options.bundle, verify=False, allow_unproven=True)
     record["swapped"] = {digest[:8]: len(names) for digest, names in applied.swapped.items()}
     record["skipped"] = applied.skipped
     _take(record, "bundle", model, ids, options.out)

@@ -11,6 +11,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -59,6 +60,16 @@ class _Findings:
     operators: dict[str, int] = field(default_factory=dict)
     not_run: list[str] = field(default_factory=list)
     child: dict[str, Any] = field(default_factory=dict)
+    phases: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """Adds the seconds of what happens inside to a phase."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.phases[phase] = round(self.phases.get(phase, 0.0) + time.monotonic() - began, 2)
 
 
 def judge(
@@ -97,7 +108,8 @@ def judge(
     if seed is None:
         seed = int.from_bytes(os.urandom(7), "big")
     try:
-        findings.child = examinee.ready()
+        with findings.timed("start"):
+            findings.child = examinee.ready()
         try:
             _load(examinee, source, spec, configs or novel.configs_for(spec, source, folder / "configs"))
             with novel.FAMILY.opened(spec, folder / "reference", unsafe=unsafe):
@@ -141,10 +153,11 @@ def _try_all(
         spec, count, level, torch.device(device), seed, numbers=steering.numbers_in(source), tally=findings.tally
     )
     telling: list[Trial] = []
-    for i, trial in enumerate(_ahead(drawn)):
+    for i, trial in enumerate(_ahead(drawn, findings)):
         progress(min(i, count), count, trial.case.name)
         try:
-            report = trying.attempt(examinee, trial, large=bool(i % 2), atomic=atomic)
+            with findings.timed("cases"):
+                report = trying.attempt(examinee, trial, large=bool(i % 2), atomic=atomic)
         except Refusal as refusal:
             findings.cases.append(trying.report_of(trial, reason=str(refusal)))
             raise Refusal(f"case {trial.case.name}: {refusal}") from refusal
@@ -158,16 +171,19 @@ def _try_all(
     if findings.reasons or not telling:
         return
     progress(count, count, "is the work done by its kernels?")
-    reasons, findings.operators = work.done_by_kernels(examinee, telling[0])
+    with findings.timed("work"):
+        reasons, findings.operators = work.done_by_kernels(examinee, telling[0])
     findings.reasons += reasons
     quickest = min(telling, key=_elements)
     if not findings.reasons:
         progress(count, count, "subsets of gradients, recomputed, compiled")
-        findings.modes, reasons = modes.in_every_mode(examinee, quickest, random.Random(seed), compiled=True)
+        with findings.timed("modes"):
+            findings.modes, reasons = modes.in_every_mode(examinee, quickest, random.Random(seed), compiled=True)
         findings.reasons += reasons
     if level == "compiled" and not findings.reasons:
         progress(count, count, "compute-sanitizer")
-        reasons, findings.not_run = sanitizer.examine(examinee, quickest)
+        with findings.timed("sanitizer"):
+            reasons, findings.not_run = sanitizer.examine(examinee, quickest)
         findings.reasons += reasons
 
 
@@ -180,11 +196,15 @@ def _elements(trial: Trial) -> int:
     return sum(t.numel() for t in trial.calls[0].tensors.values() if t is not None)
 
 
-def _ahead(drawn: Iterator[Trial]) -> Iterator[Trial]:
+def _ahead(drawn: Iterator[Trial], findings: _Findings) -> Iterator[Trial]:
     """Draw the next trial while the candidate works on this one."""
     with ThreadPoolExecutor(1) as thread:
         upcoming = thread.submit(next, drawn, None)
-        while (trial := upcoming.result()) is not None:
+        while True:
+            with findings.timed("waiting for references"):
+                trial = upcoming.result()
+            if trial is None:
+                return
             upcoming = thread.submit(next, drawn, None)
             yield trial
 
@@ -238,6 +258,7 @@ def _verdict(findings: _Findings, spec: OperatorSpec, source: bytes, device: str
         reasons=findings.reasons,
         sandbox="",
         modes=findings.modes,
+        phases=findings.phases,
         operators=findings.operators,
         told=dict(sorted(tally.told.items())),
         void_cases=tally.void,

@@ -65,6 +65,8 @@ class JudgeResult(StageResult):
     reasons: list[str] = Field(default_factory=list)
     """Why it was refused, most telling first."""
     sandbox: str
+    phases: dict[str, float] = Field(default_factory=dict)
+    """Seconds by what they went into."""
     modes: dict[str, bool] = Field(default_factory=dict)
     """Subsets of gradients, two calls alive, recomputed, ``torch.compile``: whether each gave the same results."""
     operators: dict[str, int] = Field(default_factory=dict)
