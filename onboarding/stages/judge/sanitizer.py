@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from onboarding.problem import Problem
@@ -53,21 +54,23 @@ def examine(judged: Examinee, trial: Trial) -> tuple[list[str], list[str]]:
     path = find()
     if not path:
         return [], ["compute-sanitizer: it is not installed here"]
-    reasons, absent = [], []
-    for tool in TOOLS:
-        folder = judged.given.parent / f"sanitizer-{tool}"
-        log = folder / "work" / "sanitizer.log"
-        try:
-            _run(judged, folder, trial, command(path, tool, str(log)))
-            found = errors_in(log.read_text(errors="replace"))
-        except (OSError, Refusal, Problem) as failure:
-            absent.append(f"compute-sanitizer {tool}: {str(failure)[:200]}")
-            continue
-        if found is None:
-            absent.append(f"compute-sanitizer {tool}: it did not run to its end")
-            continue
-        reasons += [f"compute-sanitizer {tool}: {line}" for line in found[:3]]
-    return reasons, absent
+    # each in a process of its own, which imports torch and compiles again: side by side
+    with ThreadPoolExecutor(len(TOOLS)) as threads:
+        both = list(threads.map(lambda tool: _one(judged, trial, path, tool), TOOLS))
+    return [reason for reasons, _ in both for reason in reasons], [why for _, absent in both for why in absent]
+
+
+def _one(judged: Examinee, trial: Trial, path: str, tool: str) -> tuple[list[str], list[str]]:
+    folder = judged.given.parent / f"sanitizer-{tool}"
+    log = folder / "work" / "sanitizer.log"
+    try:
+        _run(judged, folder, trial, command(path, tool, str(log)))
+        found = errors_in(log.read_text(errors="replace"))
+    except (OSError, Refusal, Problem) as failure:
+        return [], [f"compute-sanitizer {tool}: {str(failure)[:200]}"]
+    if found is None:
+        return [], [f"compute-sanitizer {tool}: it did not run to its end"]
+    return [f"compute-sanitizer {tool}: {line}" for line in found[:3]], []
 
 
 def _run(judged: Examinee, folder: Path, trial: Trial, prefix: list[str]) -> None:
