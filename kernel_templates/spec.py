@@ -43,6 +43,8 @@ class OperatorSpec:
     """Base of every family's spec. Subclasses set ``family`` and add flags and dims."""
 
     family: ClassVar[str] = ""
+    library_products: ClassVar[bool] = False
+    """Whether the family's design leaves its dense matrix products to the library (``torch.mm``, ``torch.addmm``)."""
     dtype: str = "bfloat16"
     """Storage dtype of the activations."""
 

@@ -96,10 +96,11 @@ def reference(tensors: Tensors, spec: Spec) -> dict[str, Tensor]:
 def rounded_reference(
     tensors: Tensors, spec: Spec, mma_dtype: torch.dtype, config: dict[str, Any]
 ) -> dict[str, Tensor]:
-    """The kernels' algorithm: operands of the products are rounded, dz before the products of backward.
+    """The kernels' algorithm: operands of the products are rounded, logits stay in fp32, dz is rounded for backward.
 
     Stored exponentials are rounded before they become dz; the gradients of a scalar loss are rounded for an upstream
-    gradient of 1, and again when they are scaled by the real one.
+    gradient of 1, and again when they are scaled by the real one. A dW that several blocks of rows add up in W's own
+    dtype (``accumulate`` = ``storage``) is allowed no more than one that is rounded once.
     """
     scalar = spec.reduction in ("mean", "sum")
     twice = ODD_SCALE if scalar else 1.0
@@ -115,8 +116,11 @@ def rounded_reference(
     z = x @ weight.T
     z = rounded(z, torch.float32, gradient_dtype=mma_dtype)
     needs = tuple(n for n, t in tensors.items() if t is not None and t.requires_grad)
-    if scalar and template.way(needs, weight.shape[0], spec, config) in ("kept", "online"):
-        z = rounded(z * ODD_SCALE, torch.float32, gradient_dtype=mma_dtype) / ODD_SCALE
+    how = template.way(needs, spec)
+    stored = z.shape[-1] if how == "online" else template.kept_classes(z.shape[-1], how, spec, config)
+    if scalar and stored:
+        again = rounded(z[..., :stored] * ODD_SCALE, torch.float32, gradient_dtype=mma_dtype) / ODD_SCALE
+        z = torch.cat([again, z[..., stored:]], -1)
     if bias is not None:
         z = z + bias
     z = z * spec.logit_scale

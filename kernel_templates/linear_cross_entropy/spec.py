@@ -21,6 +21,7 @@ class Spec(OperatorSpec):
     """
 
     family: ClassVar[str] = "linear_cross_entropy"
+    library_products: ClassVar[bool] = True
     hidden: int = dim()
     vocabulary: int = dim()
     """Classes; of this rank's shard where the vocabulary is sharded."""

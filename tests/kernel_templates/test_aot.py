@@ -29,6 +29,7 @@ FAST = [
     ("linear_cross_entropy", {"hidden": 2304, "vocabulary": 163840}),
     ("rotary", {"heads": 32, "key_heads": 4, "head_dim": 128, "rotary_dim": 128, "norm": True}),
     ("routing", {"experts": 256, "top_k": 8, "activation": "sigmoid", "bias": True, "renormalise": True}),
+    ("attention_residual", {"hidden": 7168}),
     ("indexer", {"top_k": 2048, "heads": 64, "context": 32768}),
     ("moe", {"experts": 256, "top_k": 8, "hidden": 2304, "intermediate": 1024}),
     ("linear_attention", {"key_heads": 32, "value_heads": 32, "key_dim": 128, "value_dim": 128}),
@@ -106,9 +107,9 @@ def test_elementwise_kernels_do_not_spill(reports):
 
 
 def test_loss_rotary_and_routing_do_not_spill(reports):
-    """Products of 128 x 256 with an fp32 sum of sums, heads with their norms, rows of 256 scores."""
+    """Rows of up to 16384 logits in registers, heads with their norms, rows of 256 scores."""
     mine = [r for r in reports if r.label.startswith(("linear", "rotary", "sigmoid routing", "LayerNorm"))]
-    assert {"_logits_kernel", "_product_kernel", "_merge_kernel", "_finish_kernel"} <= {r.kernel for r in mine}
+    assert {"_statistics_kernel", "_dz_kernel", "_times_kernel", "_loss_kernel"} <= {r.kernel for r in mine}
     assert [(r.label, r.kernel) for r in mine if r.spill_bytes] == []
 
 

@@ -16,6 +16,8 @@ ALLOWED = {
     "transpose", "permute", "t", "unsqueeze", "squeeze", "unbind", "unflatten", "flatten", "cat", "stack",
     "constant_pad_nd", "sum", "add", "add_",
 }  # fmt: skip
+PRODUCTS = {"mm", "addmm"}
+"""Of a family whose spec says that dense products are the library's; what makes an answer of them is not allowed."""
 
 
 def done_by_kernels(examinee: Examinee, trial: Trial) -> tuple[list[str], dict[str, int]]:
@@ -40,7 +42,8 @@ def done_by_kernels(examinee: Examinee, trial: Trial) -> tuple[list[str], dict[s
     answer = examinee.ask({"kind": "operators", "calls": [sent.request]})
     said = answer.get("operators", {})
     used = {str(n)[:80]: int(c) for n, c in said.items()} if isinstance(said, dict) else {}
-    names = sorted(n for n in used if n.removeprefix("aten::") not in ALLOWED)
+    allowed = ALLOWED | PRODUCTS if call.spec.library_products else ALLOWED
+    names = sorted(n for n in used if n.removeprefix("aten::") not in allowed)
     if names:
         reasons.append(f"its host code leaves work to torch: {', '.join(names)}")
     return reasons, used

@@ -23,9 +23,12 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 CONFIG = json.loads((CONFIGS / "interpreter.json").read_text())["rows"][0]["config"]
 WAYS = {
     "twice": {},
-    "one_block": {"rows": 4096, "dx_slices": 1},
-    "kept": {"vocabulary": 4096, "rows": 48},
-    "storage": {"vocabulary": 4096, "rows": 48, "accumulate": "storage"},
+    "one slice": {"classes": 1024},
+    "kept": {"kept": 4096},
+    "partly kept": {"kept": 192, "online_rows": 40, "online_classes": 128},
+    "blocks": {"rows": 48, "kept": 4096},
+    "blocks, twice": {"rows": 48},
+    "storage": {"rows": 64, "kept": 200, "accumulate": "storage"},
 }
 FLAGS = {
     "plain": {},
@@ -129,7 +132,7 @@ def test_every_flag(flags):
     first = list(FLAGS).index(flags)
     dtype = ("bfloat16", "float32")[first % 2]
     spec = Spec(hidden=72, vocabulary=450, dtype=dtype, **FLAGS[flags])
-    run, config = operator(spec, **WAYS[list(WAYS)[first % 3]])
+    run, config = operator(spec, **WAYS[list(WAYS)[first % len(WAYS)]])
     check(spec, drawn(spec, (110, 72, 450), denominator=dtype == "float32"), run, config)
 
 
