@@ -127,7 +127,7 @@ def features(a: Architecture) -> dict[str, str]:
     found["embeddings"] = "tied" if a.census.tied_embeddings else "untied"
     found["modality"] = a.modality
     found |= dict.fromkeys((f"multi-token prediction: {part}" for part in a.census.not_built), "in the checkpoint only")
-    found |= {f"module of its own: {name}": "" for name in a.novel}
+    found |= {f"no kernel family for: {name}": "" for name in a.novel}
     return found | _facts(a)
 
 
@@ -243,6 +243,10 @@ def _by_flags(uses: list[OperatorUse]) -> dict[str, str]:
     return {name: "; ".join(sorted(dict.fromkeys(sizes))) for name, sizes in found.items()}
 
 
+_WITHIN = {"group_score": "groups"}
+"""A flag that says nothing while there is only one of another."""
+
+
 def _name_and_sizes(use: OperatorUse) -> tuple[str, str]:
     """``linear attention: decay channel, delta`` and ``32 heads of 128``: switches make a kernel, numbers size it."""
     family = str(use.spec["family"]).replace("_", " ")
@@ -250,6 +254,7 @@ def _name_and_sizes(use: OperatorUse) -> tuple[str, str]:
         flags = load_spec(use.spec).flags()
     except (KeyError, TypeError, ValueError):  # written by another version
         return f"{family}: {use.words}", ""
+    flags = {name: value for name, value in flags.items() if flags.get(_WITHIN.get(name, "")) != 1}
     switches = [
         name.replace("_", " ") if value is True else f"{name.replace('_', ' ')} {value}"
         for name, value in flags.items()

@@ -46,16 +46,22 @@ def resolve(config: dict[str, Any]) -> Any:
         raise Problem("config-refused", "the config's own class refuses it", str(error)) from error
 
 
-def fields_of(config: Any) -> dict[str, Any]:
-    """All fields of a config as plain data, ``model_type`` among them, weights' dtype and quantisation left out."""
+def fields_of(config: Any, *, derived: bool = False) -> dict[str, Any]:
+    """All fields of a config as plain data, ``model_type`` among them, weights' dtype and quantisation left out.
+
+    Args:
+        config: an object of transformers, or of a definition's own code.
+        derived: keep head sizes that the class works out from other fields.
+    """
     dropped = ("dtype", "torch_dtype", "quantization_config", "transformers_version", "architectures", "auto_map")
     labels = ("id2label", "label2id")
     fields = {k: _plain(v) for k, v in config.to_dict().items() if k not in (*dropped, *labels)}
     for name in list(fields):
-        if _computed(type(config), name) or (shrink.HEAD_SIZE.search(name) and _derived(config, fields, name)):
+        worked_out = not derived and shrink.HEAD_SIZE.search(name) and _derived(config, fields, name)
+        if worked_out or _computed(type(config), name):
             del fields[name]
         elif name in (getattr(config, "sub_configs", None) or {}) and hasattr(getattr(config, name, None), "to_dict"):
-            fields[name] = fields_of(getattr(config, name))
+            fields[name] = fields_of(getattr(config, name), derived=derived)
     return {_common_name(config, name): value for name, value in fields.items()}
 
 

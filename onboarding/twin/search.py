@@ -110,7 +110,7 @@ def _search(
     known = models.with_implied_rope(published, models.fields_of(whole), path)
     per_layer = layers.per_layer_fields(text, len(layers.decoder_layers(published)[1]))
     all_kinds = layers.kinds(published, text, per_layer)
-    for rule in shrink.rules_for(text, sequence_length):
+    for rule in shrink.rules_for(models.fields_of(stack, derived=True), sequence_length):
         small = shrink.shrink(known, rule)
         for chosen in layers.selections(all_kinds, layers_at_least):
             fields = {**_cut(small, path, text, chosen, all_kinds), **architectures}

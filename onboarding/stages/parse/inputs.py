@@ -269,7 +269,8 @@ def with_image(model: Any, ids: torch.Tensor) -> Iterator[Inputs]:
             given["image_attention_mask"] = ids.new_ones(*ids.shape, images)
         if "image_embeds_position_mask" in parameters:
             places = _number(model.config, "latent_query_num") or 1
-            given["image_embeds_position_mask"] = (torch.arange(ids.shape[1]) < places).long().expand(ids.shape)
+            row = [int(place < places) for place in range(ids.shape[1])]
+            given["image_embeds_position_mask"] = torch.tensor([row] * ids.shape[0])
         yield {**given, **text_inputs(parameters, ids, model.config), "use_cache": False}
 
 

@@ -209,7 +209,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator; where its result depends on data, take the full-size case."""
         if func is aten.index.Tensor and any(_is_mask(i) for i in args[1] if i is not None):
-            args = (args[0], [_all_kept(i) for i in args[1]], *args[2:])
+            args = (args[0], [place for index in args[1] for place in _all_kept(index)], *args[2:])
         elif func is aten.nonzero.default and real_value(args[0]) is None:
             source = args[0]
             return source.new_zeros((source.numel(), source.dim()), dtype=torch.int64)
@@ -267,10 +267,10 @@ def _is_mask(index: torch.Tensor) -> bool:
     return index.dtype in (torch.bool, torch.uint8)
 
 
-def _all_kept(index: torch.Tensor | None) -> torch.Tensor | None:
-    """A mask as positions: what it keeps if that is known, else everything."""
+def _all_kept(index: torch.Tensor | None) -> list[torch.Tensor | None]:
+    """A mask as positions along each of its dims: what it keeps if that is known, else everything."""
     if index is None or not _is_mask(index):
-        return index
+        return [index]
     real = real_value(index)
     count = index.numel() if real is None else count_true(real)
-    return index.new_zeros((count,), dtype=torch.int64)
+    return [index.new_zeros((count,), dtype=torch.int64)] * index.dim()

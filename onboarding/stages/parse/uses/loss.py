@@ -63,6 +63,7 @@ class _Head(nn.Module):
     def __init__(self, logits: torch.Tensor) -> None:
         super().__init__()
         self.logits = logits
+        self.weight = torch.zeros(logits.shape[-1], _HIDDEN, dtype=logits.dtype)  # some read its dtype
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.logits
