@@ -107,11 +107,20 @@ def _published_scale(factor: float, width: int, full: Any) -> float:
     return float(f"{factor:.6g}")
 
 
+def _last_linear(step: Observation, classes: int) -> nn.Linear | None:
+    """The linear map to the vocabulary that ran last, where the class does not say which one its head is."""
+    modules = (call.function for call in reversed(step.calls) if call.kind == "module")
+    return next((m for m in modules if isinstance(m, nn.Linear) and m.out_features == classes), None)
+
+
 def _head(model: Any, step: Observation, facts: ModelFacts, ledger: Ledger) -> None:
     logits = getattr(step.output, "logits", None)
-    head = model.get_output_embeddings()
-    if not isinstance(logits, Tensor) or head is None:
+    if not isinstance(logits, Tensor):
         ledger.unproven("head", "head", "the class gives no logits")
+        return
+    head = model.get_output_embeddings() or _last_linear(step, int(logits.shape[-1]))
+    if head is None:
+        ledger.unproven("head", "head", "the class names none, and nothing linear makes its logits")
         return
     call = next((c for c in reversed(step.calls) if c.kind == "module" and c.function is head), None)
     if call is None:

@@ -104,7 +104,9 @@ def swapped_error(mixer: Call, role: MixerRole) -> float:
     order[[3, 11]] = order[[11, 3]]
     try:
         with torch.no_grad():
-            base, other = (first_tensor(mixer.again(replace)) for replace in ({}, {id(x): x.detach()[:, order]}))
+            streams = [t for t in mixer.tensors() if t.is_floating_point() and t.shape == x.shape]  # some read two
+            swapped = {id(t): t.detach()[:, order] for t in streams}
+            base, other = (first_tensor(mixer.again(replace)) for replace in ({}, swapped))
     except Exception:  # the mixer does not run alone
         return 0.0
     later = base[:, 12:]
@@ -197,12 +199,26 @@ def nearest_formula(rotation: Rotation, model: Any, sizes: Sizes) -> tuple[str, 
     """The rotary formula of the configuration whose angles are the measured ones: its name, and the largest error."""
     best = ("", float("inf"))
     limits = {"positions": _published_positions(model.config)}
+    scales = [(torch.ones(()), ""), *_learned_scales(model, rotation.angles.numel())]
     for settings in rope_settings(model.config):
         for inverse, words in frequencies(settings, rotation.dims, limits["positions"]):
-            error = _angle_error(inverse, rotation.angles)
-            if error < best[1]:
-                best = (words, error)
+            for scale, more in scales:
+                error = _angle_error(inverse * scale.double(), rotation.angles)
+                if error < best[1]:
+                    best = (words + more, error)
     return best if best[1] <= ANGLE else ("", best[1])
+
+
+def _learned_scales(model: Any, pairs: int) -> list[tuple[Tensor, str]]:
+    """Factors [pairs] that a module may put on its frequencies: it holds both, a buffer of them and a parameter."""
+    found = []
+    for module in model.modules():
+        held = [b for b in module._buffers.values() if b is not None and b.is_floating_point() and b.numel() == pairs]
+        for parameter in module._parameters.values() if held else ():
+            if parameter is not None and parameter.numel() == pairs:
+                learned = parameter.detach()
+                found += [(learned.exp(), ", times exp of a learned vector"), (learned, ", times a learned vector")]
+    return found
 
 
 def _angle_error(inverse: Tensor, angles: Tensor) -> float:
