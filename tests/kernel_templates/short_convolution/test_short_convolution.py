@@ -149,7 +149,8 @@ def test_many_tiles_and_programs():
         "initial_state": torch.randn(2, 40, 3), "cu_seqlens": None,
     }  # fmt: skip
     config = {
-        "forward_rows": 2, "forward_warps": 1, "backward_rows": 2, "backward_warps": 1, "backward_programs": 3,
+        "forward_strip": 2, "forward_unroll": 1, "forward_warps": 1, "backward_strip": 4, "backward_unroll": 2,
+        "backward_warps": 1,
         "block_channels": 16,
     }  # fmt: skip
     upstream = draw_upstream(spec, tensors, 3)
