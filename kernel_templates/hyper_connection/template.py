@@ -247,31 +247,47 @@ def streams_kernel(
     x, dh, fn, mix, base, scale, r, d_mix, along, dx, d_fn, N, C,
     FLOOR: tl.constexpr, COLUMNS: tl.constexpr, n: tl.constexpr, H_GRADIENT: tl.constexpr,
     X_GRADIENT: tl.constexpr, FN_GRADIENT: tl.constexpr, PRECISION: tl.constexpr,
-    T: tl.constexpr, M: tl.constexpr, BLOCK_C: tl.constexpr,
+    STAGES: tl.constexpr, T: tl.constexpr, M: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """One block of columns of one stream over every P-th tile of tokens: dx, and a partial sum of dfn."""
-    blocks = tl.cdiv(C, BLOCK_C)
-    i = tl.program_id(1) // blocks
-    at_C = (tl.program_id(1) % blocks) * BLOCK_C + tl.arange(0, BLOCK_C)
+    # the streams of a block of columns run at the same time: dh is read from memory once
+    i = tl.program_id(0) % n
+    at_C = (tl.program_id(0) // n) * BLOCK_C + tl.arange(0, BLOCK_C)
     column_M = tl.arange(0, M)
     inside_MC = (column_M < COLUMNS)[:, None] & (at_C < C)[None, :]
     at_MC = column_M[:, None] * (n * C) + i * C + at_C[None, :]
-    fn_MC = tl.load(fn + at_MC, mask=inside_MC, other=0.0).to(tl.float32)
+    fn_MC = tl.load(fn + at_MC, mask=inside_MC, other=0.0)
+    # d_mix as a sum of two bf16 numbers has 16 bits, and the products take x and fn as they are stored
+    SPLIT: tl.constexpr = (x.dtype.element_ty == tl.bfloat16) and (fn.dtype.element_ty == tl.bfloat16)
+    if not SPLIT:
+        fn_MC = fn_MC.to(tl.float32)
     d_fn_MC = tl.zeros((M, BLOCK_C), tl.float32)
-    for tile in range(tl.program_id(0), tl.cdiv(N, T), tl.num_programs(0)):
+    for tile in tl.range(tl.program_id(1), tl.cdiv(N, T), tl.num_programs(1), num_stages=STAGES):
         token_T = tl.cast(tile, tl.int64) * T + tl.arange(0, T)
         inside_TC = (token_T < N)[:, None] & (at_C < C)[None, :]
         at_TC = (token_T * n + i)[:, None] * C + at_C[None, :]
-        x_TC = tl.load(x + at_TC, mask=inside_TC, other=0.0).to(tl.float32)
+        raw_TC = tl.load(x + at_TC, mask=inside_TC, other=0.0)
+        x_TC = raw_TC.to(tl.float32)
         r_T = tl.load(r + token_T, mask=token_T < N, other=0.0)
         inside_TM = (token_T < N)[:, None] & (column_M < COLUMNS)[None, :]
         d_mix_TM = tl.load(d_mix + token_T[:, None] * COLUMNS + column_M[None, :], mask=inside_TM, other=0.0)
         d_mix_TM = d_mix_TM * r_T[:, None]
+        if SPLIT:
+            high_TM = d_mix_TM.to(x.dtype.element_ty)
+            low_TM = (d_mix_TM - high_TM.to(tl.float32)).to(x.dtype.element_ty)
         if FN_GRADIENT:
-            d_fn_MC = tl.dot(tl.trans(d_mix_TM), x_TC, d_fn_MC, input_precision=PRECISION)
+            if SPLIT:
+                d_fn_MC = tl.dot(tl.trans(high_TM), raw_TC, d_fn_MC)
+                d_fn_MC = tl.dot(tl.trans(low_TM), raw_TC, d_fn_MC)
+            else:
+                d_fn_MC = tl.dot(tl.trans(d_mix_TM), x_TC, d_fn_MC, input_precision=PRECISION)
         if X_GRADIENT:
             along_T = tl.load(along + token_T, mask=token_T < N, other=0.0)
-            dx_TC = tl.dot(d_mix_TM, fn_MC, input_precision=PRECISION)
+            if SPLIT:
+                dx_TC = tl.dot(high_TM, fn_MC)
+                dx_TC = tl.dot(low_TM, fn_MC, dx_TC)
+            else:
+                dx_TC = tl.dot(d_mix_TM, fn_MC, input_precision=PRECISION)
             dx_TC -= x_TC * (r_T * r_T * along_T / (n * C))[:, None]
             if H_GRADIENT:
                 pre_T = gate_of(mix, base, scale, i, token_T, N, COLUMNS=COLUMNS) + FLOOR
@@ -279,7 +295,7 @@ def streams_kernel(
                 dx_TC += pre_T[:, None] * dh_TC.to(tl.float32)
             tl.store(dx + at_TC, dx_TC.to(dx.dtype.element_ty), mask=inside_TC)
     if FN_GRADIENT:
-        start = tl.program_id(0).to(tl.int64) * (COLUMNS * n) * C
+        start = tl.program_id(1).to(tl.int64) * (COLUMNS * n) * C
         tl.store(d_fn + start + at_MC, d_fn_MC, mask=inside_MC)
 
 
@@ -381,13 +397,13 @@ def backward(tensors, saved, grads, needs, spec, config):
             PARTS=parts, n=n, T=config["coefficient_tokens"], PAD=pad, num_warps=config["coefficient_warps"],
         )  # fmt: skip
         if dx is not None or d_fn is not None:
-            streams_kernel[(splits, n * (-(-hidden // block)))](
+            streams_kernel[(n * (-(-hidden // block)), splits)](
                 x, dh, fn, mix, base, scale, r, d_mix, along, dx, d_fn, tokens, hidden,
                 FLOOR=spec.floor, COLUMNS=columns, n=n, H_GRADIENT=dh is not None,
                 X_GRADIENT=dx is not None, FN_GRADIENT=d_fn is not None,
                 PRECISION="tf32x3" if x.dtype == torch.float32 else "tf32",
                 T=config["gradient_tokens"], M=max(16, triton.next_power_of_2(columns)), BLOCK_C=block,
-                num_warps=config["gradient_warps"],
+                STAGES=config["gradient_stages"], num_warps=config["gradient_warps"],
             )  # fmt: skip
     gradients = {}
     if "x" in needs:

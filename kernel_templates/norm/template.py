@@ -70,6 +70,55 @@ def _forward_kernel(
 
 
 @triton.jit
+def _loaded(ptr, at_RD, inside_RD):
+    """A tile in fp32; zeros outside."""
+    return tl.load(ptr + at_RD, mask=inside_RD, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _scale(weight_ptr, col_D, D, OFFSET: tl.constexpr):
+    """The scale of columns, fp32; zeros outside."""
+    scale_D = tl.load(weight_ptr + col_D, mask=col_D < D, other=0.0).to(tl.float32)
+    if OFFSET:
+        scale_D += 1.0
+    return scale_D
+
+
+@triton.jit
+def _through_gate(
+    dy_RD, unit_RD, scale_D, gate_ptr, dgate_ptr, at_RD, inside_RD, WEIGHTED: tl.constexpr, GATE: tl.constexpr
+):
+    """Stores the gradient of the gate; returns the gradient of what the gate multiplied."""
+    gate_RD = _loaded(gate_ptr, at_RD, inside_RD)
+    sigmoid_RD = tl.sigmoid(gate_RD)
+    if GATE == "silu":
+        act_RD = gate_RD * sigmoid_RD
+        slope_RD = sigmoid_RD + act_RD * (1.0 - sigmoid_RD)
+    else:
+        act_RD = sigmoid_RD
+        slope_RD = sigmoid_RD * (1.0 - sigmoid_RD)
+    dgate_RD = dy_RD * unit_RD * slope_RD
+    if WEIGHTED:
+        dgate_RD *= scale_D[None, :]
+    tl.store(dgate_ptr + at_RD, dgate_RD.to(dgate_ptr.dtype.element_ty), mask=inside_RD)
+    return dy_RD * act_RD
+
+
+@triton.jit
+def _store_dh(
+    dunit_RD, unit_RD, along_R, same_R, rstd_R, d_residual_out_ptr, dh_ptr, at_RD, inside_RD,
+    CENTRED: tl.constexpr, RESIDUAL_GRADIENT: tl.constexpr,
+):  # fmt: skip
+    """d(h rstd)/dh: the part of the gradient along the unit row is projected out, and in LayerNorm its mean."""
+    dh_RD = (dunit_RD - unit_RD * along_R[:, None]) * rstd_R[:, None]
+    if CENTRED:
+        dh_RD -= (same_R * rstd_R)[:, None]
+    if RESIDUAL_GRADIENT:
+        dh_RD += _loaded(d_residual_out_ptr, at_RD, inside_RD)
+    tl.store(dh_ptr + at_RD, dh_RD.to(dh_ptr.dtype.element_ty), mask=inside_RD)
+
+
+@triton.jit
 def _backward_kernel(
     dy_ptr,
     d_residual_out_ptr,
@@ -90,63 +139,95 @@ def _backward_kernel(
     RESIDUAL_GRADIENT: tl.constexpr,
     WEIGHT_GRADIENT: tl.constexpr,
     BIAS_GRADIENT: tl.constexpr,
+    STAGES: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr,
 ):
+    """A row is cut in two: its first BLOCK_D columns, all real, and BLOCK_E that hold the rest (suffix _E), if any."""
     program = tl.program_id(0)
     col_D = tl.arange(0, BLOCK_D)
+    scale_D = 0.0
+    scale_E = 0.0
     if WEIGHTED:
-        scale_D = tl.load(weight_ptr + col_D, mask=col_D < D, other=0.0).to(tl.float32)
-        if OFFSET:
-            scale_D += 1.0
+        scale_D = _scale(weight_ptr, col_D, D, OFFSET)
     dweight_D = tl.zeros((BLOCK_D,), tl.float32)
     dbias_D = tl.zeros((BLOCK_D,), tl.float32)
+    if BLOCK_E > 0:
+        col_E = BLOCK_D + tl.arange(0, BLOCK_E)
+        if WEIGHTED:
+            scale_E = _scale(weight_ptr, col_E, D, OFFSET)
+        dweight_E = tl.zeros((BLOCK_E,), tl.float32)
+        dbias_E = tl.zeros((BLOCK_E,), tl.float32)
 
-    for tile in range(program, tl.cdiv(N, ROWS), tl.num_programs(0)):
+    for tile in tl.range(program, tl.cdiv(N, ROWS), tl.num_programs(0), num_stages=STAGES):
         row_R = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)
         at_RD = row_R[:, None] * D + col_D[None, :]
-        inside_RD = (row_R < N)[:, None] & (col_D < D)[None, :]
+        inside_RD = tl.broadcast_to((row_R < N)[:, None], (ROWS, BLOCK_D))
         rstd_R = tl.load(rstd_ptr + row_R, mask=row_R < N, other=0.0)
-        unit_RD = tl.load(h_ptr + at_RD, mask=inside_RD, other=0.0).to(tl.float32)
+        unit_RD = _loaded(h_ptr, at_RD, inside_RD)
+        dunit_RD = _loaded(dy_ptr, at_RD, inside_RD)
+        if BLOCK_E > 0:
+            at_RE = row_R[:, None] * D + col_E[None, :]
+            inside_RE = (row_R < N)[:, None] & (col_E < D)[None, :]
+            unit_RE = _loaded(h_ptr, at_RE, inside_RE)
+            dunit_RE = _loaded(dy_ptr, at_RE, inside_RE)
         if CENTRED:
-            unit_RD = tl.where(inside_RD, unit_RD - (tl.sum(unit_RD, axis=1) / D)[:, None], 0.0)
+            mean_R = tl.sum(unit_RD, axis=1)
+            if BLOCK_E > 0:
+                mean_R += tl.sum(unit_RE, axis=1)
+                unit_RE = tl.where(inside_RE, unit_RE - (mean_R / D)[:, None], 0.0)
+            unit_RD = tl.where(inside_RD, unit_RD - (mean_R / D)[:, None], 0.0)
         unit_RD *= rstd_R[:, None]
-        dunit_RD = tl.load(dy_ptr + at_RD, mask=inside_RD, other=0.0).to(tl.float32)
-
+        if BLOCK_E > 0:
+            unit_RE *= rstd_R[:, None]
         if GATE != "none":
-            gate_RD = tl.load(gate_ptr + at_RD, mask=inside_RD, other=0.0).to(tl.float32)
-            sigmoid_RD = tl.sigmoid(gate_RD)
-            if GATE == "silu":
-                act_RD = gate_RD * sigmoid_RD
-                slope_RD = sigmoid_RD + act_RD * (1.0 - sigmoid_RD)
-            else:
-                act_RD = sigmoid_RD
-                slope_RD = sigmoid_RD * (1.0 - sigmoid_RD)
-            dgate_RD = dunit_RD * unit_RD * slope_RD
-            if WEIGHTED:
-                dgate_RD *= scale_D[None, :]
-            tl.store(dgate_ptr + at_RD, dgate_RD.to(dgate_ptr.dtype.element_ty), mask=inside_RD)
-            dunit_RD *= act_RD
+            dunit_RD = _through_gate(
+                dunit_RD, unit_RD, scale_D, gate_ptr, dgate_ptr, at_RD, inside_RD, WEIGHTED, GATE
+            )  # fmt: skip
+            if BLOCK_E > 0:
+                dunit_RE = _through_gate(
+                    dunit_RE, unit_RE, scale_E, gate_ptr, dgate_ptr, at_RE, inside_RE, WEIGHTED, GATE
+                )  # fmt: skip
         if BIAS_GRADIENT:
             dbias_D += tl.sum(dunit_RD, axis=0)
+            if BLOCK_E > 0:
+                dbias_E += tl.sum(dunit_RE, axis=0)
         if WEIGHT_GRADIENT:
             dweight_D += tl.sum(dunit_RD * unit_RD, axis=0)
+            if BLOCK_E > 0:
+                dweight_E += tl.sum(dunit_RE * unit_RE, axis=0)
         if WEIGHTED:
             dunit_RD *= scale_D[None, :]
+            if BLOCK_E > 0:
+                dunit_RE *= scale_E[None, :]
 
-        # d(h rstd)/dh: the part of the gradient along the unit row is projected out
-        along_R = tl.sum(dunit_RD * unit_RD, axis=1) / D
-        dh_RD = (dunit_RD - unit_RD * along_R[:, None]) * rstd_R[:, None]
-        if CENTRED:  # and so is the part that is the same in every column
-            dh_RD -= (tl.sum(dunit_RD, axis=1) / D * rstd_R)[:, None]
-        if RESIDUAL_GRADIENT:
-            dh_RD += tl.load(d_residual_out_ptr + at_RD, mask=inside_RD, other=0.0).to(tl.float32)
-        tl.store(dh_ptr + at_RD, dh_RD.to(dh_ptr.dtype.element_ty), mask=inside_RD)
+        along_R = tl.sum(dunit_RD * unit_RD, axis=1)
+        same_R = along_R
+        if CENTRED:
+            same_R = tl.sum(dunit_RD, axis=1)
+        if BLOCK_E > 0:
+            along_R += tl.sum(dunit_RE * unit_RE, axis=1)
+            if CENTRED:
+                same_R += tl.sum(dunit_RE, axis=1)
+            _store_dh(
+                dunit_RE, unit_RE, along_R / D, same_R / D, rstd_R, d_residual_out_ptr, dh_ptr, at_RE, inside_RE,
+                CENTRED, RESIDUAL_GRADIENT,
+            )  # fmt: skip
+        _store_dh(
+            dunit_RD, unit_RD, along_R / D, same_R / D, rstd_R, d_residual_out_ptr, dh_ptr, at_RD, inside_RD,
+            CENTRED, RESIDUAL_GRADIENT,
+        )  # fmt: skip
 
+    base = program.to(tl.int64) * D
     if WEIGHT_GRADIENT:
-        tl.store(dweight_ptr + program.to(tl.int64) * D + col_D, dweight_D, mask=col_D < D)
+        tl.store(dweight_ptr + base + col_D, dweight_D)
+        if BLOCK_E > 0:
+            tl.store(dweight_ptr + base + col_E, dweight_E, mask=col_E < D)
     if BIAS_GRADIENT:
-        tl.store(dbias_ptr + program.to(tl.int64) * D + col_D, dbias_D, mask=col_D < D)
+        tl.store(dbias_ptr + base + col_D, dbias_D)
+        if BLOCK_E > 0:
+            tl.store(dbias_ptr + base + col_E, dbias_E, mask=col_E < D)
 
 
 def traits(spec):
@@ -161,8 +242,8 @@ def traits(spec):
 
 
 def bucket(tensors, spec):
-    """Configurations depend on the hidden size only."""
-    return {"hidden": tensors["x"].shape[-1]}
+    """Configurations depend on the hidden size, and on whether backward keeps two sums (LayerNorm) in registers."""
+    return {"hidden": tensors["x"].shape[-1], "sums": 1 + spec.centred}
 
 
 def outputs_like(tensors, spec, config):
@@ -233,6 +314,7 @@ def backward(tensors, saved, grads, needs, spec, config):
     dweight = h.new_empty((programs, hidden), dtype=torch.float32) if weight_gradient else None
     dbias = h.new_empty((programs, hidden), dtype=torch.float32) if bias_gradient else None
     if rows > 0 and hidden > 0:
+        first = 1 << (hidden.bit_length() - 1)
         _backward_kernel[(programs,)](
             dy,
             d_residual_out,
@@ -253,8 +335,10 @@ def backward(tensors, saved, grads, needs, spec, config):
             RESIDUAL_GRADIENT=d_residual_out is not None,
             WEIGHT_GRADIENT=weight_gradient,
             BIAS_GRADIENT=bias_gradient,
+            STAGES=config["backward_stages"],
             ROWS=config["backward_rows"],
-            BLOCK_D=1 << (hidden - 1).bit_length(),
+            BLOCK_D=first,
+            BLOCK_E=0 if hidden == first else 1 << (hidden - first - 1).bit_length(),
             num_warps=config["backward_warps"],
         )
     gradients = {}

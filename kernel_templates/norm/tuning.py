@@ -27,6 +27,7 @@ def space(spec: Spec, sizes: dict[str, int]) -> list[dict[str, Any]]:
             "backward_rows": rows,
             "backward_warps": warps,
             "backward_programs": programs,
+            "backward_stages": stages,
         }
-        for (rows, warps), programs in itertools.product(tiles, (132, 264, 528))
+        for (rows, warps), programs, stages in itertools.product(tiles, (264, 396, 528, 1056), (1, 2, 3))
     ]

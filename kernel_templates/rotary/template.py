@@ -172,9 +172,10 @@ def _backward_kernel(
                 weight_ptr = k_weight_ptr
     if NORM:
         scale_a_P, scale_b_P, scale_rest_C = _scales(weight_ptr, pair_P, rest_C, R, D, INTERLEAVED, OFFSET)
-        dweight_a_P = tl.zeros((PAIRS,), tl.float32)
-        dweight_b_P = tl.zeros((PAIRS,), tl.float32)
-        dweight_rest_C = tl.zeros((REST,), tl.float32)
+        # tokens of a tile are added up once, at the end
+        dweight_a_TP = tl.zeros((TOKENS, PAIRS), tl.float32)
+        dweight_b_TP = tl.zeros((TOKENS, PAIRS), tl.float32)
+        dweight_rest_TC = tl.zeros((TOKENS, REST), tl.float32)
     for tile in range(tl.program_id(0), tl.cdiv(N, TOKENS), tl.num_programs(0)):
         token_T = tl.cast(tile, tl.int64) * TOKENS + tl.arange(0, TOKENS)
         cos_a_TP, cos_b_TP = _angles(
@@ -199,14 +200,14 @@ def _backward_kernel(
                     square_T += tl.sum(rest_TC * rest_TC, axis=1)
                 rstd_T = tl.rsqrt(square_T / D + EPS)
                 unit_a_TP, unit_b_TP = a_TP * rstd_T[:, None], b_TP * rstd_T[:, None]
-                dweight_a_P += tl.sum(back_a_TP * unit_a_TP, axis=0)
-                dweight_b_P += tl.sum(back_b_TP * unit_b_TP, axis=0)
+                dweight_a_TP += back_a_TP * unit_a_TP
+                dweight_b_TP += back_b_TP * unit_b_TP
                 back_a_TP *= scale_a_P[None, :]
                 back_b_TP *= scale_b_P[None, :]
                 along_T = tl.sum(back_a_TP * unit_a_TP, axis=1) + tl.sum(back_b_TP * unit_b_TP, axis=1)
                 if PASSES:
                     unit_rest_TC = rest_TC * rstd_T[:, None]
-                    dweight_rest_C += tl.sum(back_rest_TC * unit_rest_TC, axis=0)
+                    dweight_rest_TC += back_rest_TC * unit_rest_TC
                     back_rest_TC *= scale_rest_C[None, :]
                     along_T += tl.sum(back_rest_TC * unit_rest_TC, axis=1)
                 # the part of the gradient along the unit head is projected out
@@ -219,6 +220,7 @@ def _backward_kernel(
             if PASSES:
                 _store_rest(dx_ptr + head * D, back_rest_TC, token_T, rest_C, N, heads * D, R, D)
     if NORM:
+        dweight_a_P, dweight_b_P = tl.sum(dweight_a_TP, axis=0), tl.sum(dweight_b_TP, axis=0)
         base = dweight_ptr + (tl.program_id(0) * tl.num_programs(1) + group).to(tl.int64) * D
         if INTERLEAVED:
             tl.store(base + 2 * pair_P, dweight_a_P, mask=pair_P < R // 2)
@@ -227,7 +229,7 @@ def _backward_kernel(
             tl.store(base + pair_P, dweight_a_P, mask=pair_P < R // 2)
             tl.store(base + R // 2 + pair_P, dweight_b_P, mask=pair_P < R // 2)
         if PASSES:
-            tl.store(base + R + rest_C, dweight_rest_C, mask=rest_C < D - R)
+            tl.store(base + R + rest_C, tl.sum(dweight_rest_TC, axis=0), mask=rest_C < D - R)
 
 
 # ---- host ------------------------------------------------------------------------------------------------------

@@ -143,7 +143,7 @@ def test_many_tiles_and_splits():
     config = {
         "mix_tokens": 16, "mix_columns": 32, "mix_warps": 4, "coefficient_tokens": 16, "coefficient_warps": 4,
         "stream_tokens": 4, "stream_columns": 16, "stream_warps": 4, "gradient_tokens": 16, "gradient_columns": 16,
-        "gradient_splits": 3, "gradient_warps": 4,
+        "gradient_splits": 3, "gradient_warps": 4, "gradient_stages": 2,
     }  # fmt: skip
     upstream = draw_upstream(spec, tensors, 3)
     outputs, saved = template.forward(tensors, spec, config)
