@@ -31,6 +31,7 @@ def make(benchmark: Benchmark, device: torch.device, seed: int = 0) -> dict[str,
         "routing": _routing,
         "indexer": _indexer,
         "linear_attention": _attention,
+        "sparse_attention": _sparse_attention,
     }
     tensors = draw[benchmark.spec.family](benchmark, normal)
     for role in benchmark.spec.inputs():
@@ -134,3 +135,34 @@ def _attention(benchmark: Benchmark, normal: Any) -> dict[str, Tensor | None]:
     }
     beta = torch.sigmoid(normal(1, tokens, heads, dtype=torch.float32)).to(tensors["v"].dtype)
     return {**tensors, "beta": beta, "initial_state": None, "cu_seqlens": None}
+
+
+def _sparse_attention(benchmark: Benchmark, normal: Any) -> dict[str, Tensor | None]:
+    spec: Any = benchmark.spec
+    tokens, keys = benchmark.tokens, spec.keys or benchmark.tokens
+    widths = {
+        "q": spec.key_dim,
+        "k": spec.key_dim,
+        "v": spec.value_dim,
+        "q_rope": spec.rope_dim,
+        "k_rope": spec.rope_dim,
+    }
+    tensors: dict[str, Tensor | None] = {}
+    for role in spec.inputs():
+        if role.name in ("q", "q_rope"):
+            tensors[role.name] = normal(tokens, spec.heads, widths[role.name])
+        elif role.name in widths:
+            tensors[role.name] = normal(keys, spec.kv_heads, widths[role.name])
+    if spec.sink:
+        tensors["sink"] = normal(spec.heads)
+    # distinct random keys among those that each query sees, ascending: the least that neighbours can share
+    rows = []
+    for first in range(0, tokens, 512):
+        score = normal(min(512, tokens - first), keys, dtype=torch.float32)
+        at = torch.arange(keys, device=score.device)
+        own = torch.arange(first, first + score.shape[0], device=score.device) + keys - tokens
+        score.masked_fill_(at > own[:, None], float("-inf"))
+        best = score.topk(min(spec.top_k, keys), dim=-1)
+        chosen = best.indices.masked_fill_(best.values == float("-inf"), keys).sort(-1).values
+        rows.append(chosen.masked_fill_(chosen == keys, -1).to(torch.int32))
+    return {**tensors, "index": torch.cat(rows)}

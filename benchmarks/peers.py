@@ -265,6 +265,64 @@ def compiled_kl_divergence(benchmark: Benchmark, t: Inputs) -> Call:
     return lambda: loss(t["scores"], t["target"], t["count"])
 
 
+def _joined(t: Inputs, kind: str) -> Tensor:
+    """q or k with its rotary part behind it."""
+    joined: Tensor = torch.cat([t[kind], t[f"{kind}_rope"]], -1) if f"{kind}_rope" in t else t[kind]
+    return joined
+
+
+def _in_chunks(rows: int, tokens: int, function: Callable[[slice], Tensor]) -> Tensor:
+    """The results of ``rows`` queries at a time; backward computes a chunk again rather than keep its scores."""
+    checkpoint = _imported("torch.utils.checkpoint", "checkpoint")
+    chunks = [slice(first, min(first + rows, tokens)) for first in range(0, tokens, rows)]
+    return torch.cat([checkpoint(function, chunk, use_reentrant=False) for chunk in chunks])
+
+
+def torch_gathered_attention(benchmark: Benchmark, t: Inputs) -> Call:
+    """Each query's keys are gathered into a copy; two batched products; one key head."""
+    spec: Any = benchmark.spec
+    scale = spec.scale or (spec.key_dim + spec.rope_dim) ** -0.5
+    gone, index = (t["index"] < 0)[:, None], t["index"].clamp_min(0).long()
+
+    def call() -> Tensor:
+        q, k = _joined(t, "q"), _joined(t, "k")[:, 0]
+
+        def chunk(rows: slice) -> Tensor:
+            near = k[index[rows]]
+            scores = torch.einsum("thd,tsd->ths", q[rows], near).float() * scale
+            p = scores.masked_fill(gone[rows], float("-inf")).softmax(-1).to(q.dtype)
+            return torch.einsum("ths,tsd->thd", p, near[..., : spec.value_dim])
+
+        return _in_chunks(GATHER_ROWS, q.shape[0], chunk)
+
+    return call
+
+
+def torch_masked_attention(benchmark: Benchmark, t: Inputs) -> Call:
+    """torch's scaled_dot_product_attention over all keys with a mask; one key head, so heads are rows."""
+    spec: Any = benchmark.spec
+    scale = spec.scale or (spec.key_dim + spec.rope_dim) ** -0.5
+    keys = t["k"].shape[0]
+    listed = torch.where(t["index"] < 0, keys, t["index"]).long()
+    seen = torch.zeros(listed.shape[0], keys + 1, dtype=torch.bool, device=listed.device)
+    seen = seen.scatter_(1, listed, True)[:, :keys]
+
+    def call() -> Tensor:
+        q, k = _joined(t, "q"), _joined(t, "k")[:, 0]
+
+        def chunk(rows: slice) -> Tensor:
+            flat = q[rows].flatten(0, 1)
+            mask = seen[rows].repeat_interleave(q.shape[1], 0)
+            o = torch.nn.functional.scaled_dot_product_attention(
+                flat[None], k[None], k[None, :, : spec.value_dim], attn_mask=mask[None], scale=scale
+            )
+            return o[0].unflatten(0, (-1, q.shape[1]))
+
+        return _in_chunks(INDEXER_ROWS, q.shape[0], chunk)
+
+    return call
+
+
 PEERS: dict[str, Callable[[Benchmark, Inputs], Call]] = {
     "torch.rms_norm": torch_rms_norm,
     "torch.layer_norm": torch_layer_norm,
@@ -274,6 +332,8 @@ PEERS: dict[str, Callable[[Benchmark, Inputs], Call]] = {
     "torch.compile.routing": compiled_routing,
     "torch.indexer": torch_indexer,
     "torch.compile.kl_divergence": compiled_kl_divergence,
+    "torch.gathered_attention": torch_gathered_attention,
+    "torch.masked_attention": torch_masked_attention,
     "liger.fused_linear_cross_entropy": liger_fused_linear_cross_entropy,
     "fla.fused_linear_cross_entropy": fla_fused_linear_cross_entropy,
     "torch.compile.cross_entropy": compiled_cross_entropy,

@@ -16,6 +16,7 @@ from kernel_templates.norm.spec import Spec as Norm
 from kernel_templates.rotary.spec import Spec as Rotary
 from kernel_templates.routing.spec import Spec as Routing
 from kernel_templates.short_convolution.spec import Spec as ShortConvolution
+from kernel_templates.sparse_attention.spec import Spec as SparseAttention
 from kernel_templates.spec import OperatorSpec
 
 COPY_BYTES_PER_S = 4.27e12
@@ -100,6 +101,22 @@ def _indexer(name: str, tokens: int, heads: int) -> Benchmark:
     )
 
 
+MLA: dict[str, Any] = {"key_dim": 512, "value_dim": 512, "rope": True, "rope_dim": 64, "scale": 192**-0.5}
+"""Multi-head latent attention after its projections were absorbed into the queries."""
+
+
+def _sparse(name: str, tokens: int, keys: int, **fields: Any) -> Benchmark:
+    spec = SparseAttention(**{"heads": 64, "top_k": 2048, "keys": keys, **MLA, **fields})
+    return Benchmark(
+        name=name,
+        spec=spec,
+        tokens=tokens,
+        peers=("torch.gathered_attention", "torch.masked_attention"),
+        reduced={"heads": 16, "top_k": 512, "keys": 1024},
+        tiny={"heads": 3, "top_k": 9, "keys": 40, "key_dim": 24, "value_dim": 24, "rope_dim": 8 * spec.rope},
+    )
+
+
 def _norm(name: str, rows: int, peers: tuple[str, ...], spec: Norm) -> Benchmark:
     return Benchmark(name=name, spec=spec, tokens=rows, peers=peers, tiny={"hidden": 48})
 
@@ -153,6 +170,12 @@ BENCHMARKS: tuple[Benchmark, ...] = (
         tokens=32768,
         peers=("torch.compile.kl_divergence",),
         tiny={"top_k": 40},
+    ),
+    _sparse("sparse_mla_4096_of_8192_h64_k2048", 4096, 8192),
+    _sparse("sparse_mla_4096_of_8192_h128_k2048", 4096, 8192, heads=128),
+    _sparse("sparse_mla_8192_h64_k2048", 8192, 8192),
+    _sparse(
+        "sparse_256_4096_of_8192_h64_k2048", 4096, 8192, key_dim=256, value_dim=256, rope=False, rope_dim=0, scale=None
     ),
     Benchmark(
         name="swiglu_65536x2304",
@@ -241,6 +264,13 @@ VARIANTS: dict[str, OperatorSpec] = {
     "indexer, no activation": Indexer(top_k=2048, heads=32, activation="none"),
     "indexer, pools": Indexer(top_k=128, heads=32, context=512),
     "indexer objective": Indexer(operation="objective", top_k=2048),
+    "sparse attention": SparseAttention(heads=64, top_k=2048, **MLA),
+    "sparse attention, 128 heads, target": SparseAttention(heads=128, top_k=2048, target=True, **MLA),
+    "sparse attention, sink": SparseAttention(heads=64, top_k=512, key_dim=256, value_dim=256, sink=True, target=True),
+    "sparse attention, key heads": SparseAttention(
+        heads=64, kv_heads=4, top_k=2048, key_dim=128, value_dim=128, separate=True
+    ),
+    "sparse attention, unordered sums": SparseAttention(heads=64, top_k=2048, deterministic=False, **MLA),
     "experts": Experts(experts=256, top_k=8, hidden=2304, intermediate=1024),
     "experts, gelu, interleaved": Experts(
         experts=64, top_k=4, hidden=1024, intermediate=512, activation="gelu", gate_up_layout="interleaved"

@@ -19,6 +19,7 @@ FAMILIES = (
     "rotary",
     "routing",
     "indexer",
+    "sparse_attention",
 )
 
 

@@ -60,6 +60,9 @@ CAPS: dict[str, Cap] = {
     "hyper_connection": Cap(output=4e-3, gradient=5e-3),
     # gradients of products are rounded before the next product, and each key's part once
     "indexer": Cap(output=4e-3, gradient=6e-3),
+    # gradients: dS or P rounded, delta from a rounded output, each key's part once, the result; a sink's gradient is a sum
+    # of deltas of either sign
+    "sparse_attention": Cap(output=4e-3, gradient=5e-3, by_gradient=(("sink", 1e-2),)),
     "moe": Cap(output=8e-3, gradient=1e-2),
     # the gradients of decay and beta are differences of nearly equal sums
     "linear_attention": Cap(output=8e-3, gradient=1e-2, by_gradient=(("g", 2e-2), ("beta", 2e-2))),

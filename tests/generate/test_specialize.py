@@ -37,6 +37,7 @@ SMALL = {
     "rotary": {"heads": 2, "key_heads": 1, "head_dim": 16, "rotary_dim": 16},
     "routing": {"experts": 16, "top_k": 3},
     "indexer": {"top_k": 4, "heads": 2, "head_dim": 16},
+    "sparse_attention": {"heads": 4, "key_dim": 24, "value_dim": 24, "top_k": 9},
     "moe": {"experts": 4, "top_k": 2, "hidden": 32, "intermediate": 16},
     "linear_attention": {"key_heads": 1, "value_heads": 2, "key_dim": 16, "value_dim": 16},
 }
@@ -157,6 +158,9 @@ def _rows():
         yield pytest.param("short_convolution", flags)
     for flags in ({}, {"activation": "none", "weighted": False}, {"operation": "objective"}):
         yield pytest.param("indexer", flags)
+    latent = {"rope": True, "rope_dim": 8, "sink": True, "target": True, "scale": 0.2}
+    for flags in ({}, latent, {"kv_heads": 2, "separate": True}, {"deterministic": False}):
+        yield pytest.param("sparse_attention", flags)
     for family, rows in (("linear_cross_entropy", LOSSES), ("rotary", ROTARIES), ("routing", ROUTINGS)):
         for i, flags in enumerate(rows):
             yield pytest.param(family, flags, marks=pytest.mark.slow if i > 1 else ())

@@ -31,6 +31,7 @@ FAST = [
     ("routing", {"experts": 256, "top_k": 8, "activation": "sigmoid", "bias": True, "renormalise": True}),
     ("attention_residual", {"hidden": 7168}),
     ("indexer", {"top_k": 2048, "heads": 64, "context": 32768}),
+    ("sparse_attention", {"heads": 64, "key_dim": 512, "value_dim": 512, "rope": True, "rope_dim": 64, "top_k": 2048}),
     ("moe", {"experts": 256, "top_k": 8, "hidden": 2304, "intermediate": 1024}),
     ("linear_attention", {"key_heads": 32, "value_heads": 32, "key_dim": 128, "value_dim": 128}),
 ]
