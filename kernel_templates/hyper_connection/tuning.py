@@ -11,14 +11,11 @@ from kernel_templates.hyper_connection.spec import Spec
 def space(spec: Spec, sizes: dict[str, int]) -> list[dict[str, Any]]:
     """Configurations for a width: tiles of the skinny product, of the passes over the streams, and of dx and dfn."""
     widest = 1 << max(sizes.get("hidden", spec.hidden) - 1, 0).bit_length()
-    # fewer than 64 tokens leave the large matrix instruction: twice to five times slower
-    mixes = [(64, s, w) for s, w in itertools.product((64, 128), (4, 8))]
-    streams = [(t, c, w) for t, c, w in itertools.product((1, 2, 4), (512, 1024, 2048), (4, 8)) if t * c <= 4096]
-    gradients = [
-        (t, c, w, s)
-        for t, c, w, s in itertools.product((16, 32, 64), (64, 128), (4, 8), (2, 3))
-        if 1024 <= t * c <= 64 * 64
-    ]
+    # Fewer than 64 tokens leave the large matrix instruction (two to five times slower), 128 columns spill in fp32. The
+    # other two lists are what measurements left: few tokens of the product, long rows of the passes.
+    mixes = [(64, 64, 4), (64, 128, 4)] if spec.dtype != "float32" else [(64, 64, 4)]
+    streams = [(1, 1024, 4), (1, 2048, 4), (2, 1024, 4), (4, 512, 4)]
+    gradients = [(16, 128, 4, 3), (16, 128, 4, 2), (16, 64, 4, 3), (32, 64, 4, 3), (32, 128, 4, 2), (64, 64, 4, 3)]
     return [
         {
             "mix_tokens": mix[0],
