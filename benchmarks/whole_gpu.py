@@ -108,6 +108,8 @@ def main(arguments: list[str] | None = None) -> int:
     for stage in ONCE_AFTER:
         run.step(stage)
     (options.out / "whole.json").write_text(json.dumps(run.record, indent=1) + "\n")
+    named = {f"{stage} {key}".strip(): result for (stage, key), result in run.results.items() if stage != "parse"}
+    (options.out / "results.json").write_text(json.dumps(named, indent=1) + "\n")
     return 0 if run.results.get(("align", ""), {}).get("outcome") == "ok" else 1
 
 

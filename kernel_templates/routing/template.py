@@ -53,25 +53,29 @@ def _best(keys_RE, column_E):
 
 @triton.jit
 def _only_best_groups(
-    keys_RE, exists_E, TOP_GROUPS: tl.constexpr, BY_TWO: tl.constexpr,
+    keys_RE, exists_E, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, BY_TWO: tl.constexpr,
     ROWS: tl.constexpr, PADDED_GROUPS: tl.constexpr, PADDED_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Keys with those of other groups far below any other, yet above those of experts that do not exist."""
-    parts_RGS = tl.reshape(keys_RE, (ROWS, PADDED_GROUPS, PADDED_SIZE))
-    within_S = tl.arange(0, PADDED_SIZE)
-    group_RG = tl.max(parts_RGS, axis=2)
-    if BY_TWO:
-        at_RG = tl.min(tl.where(parts_RGS == group_RG[:, :, None], within_S[None, None, :], 1 << 30), axis=2)
-        others_RGS = tl.where(within_S[None, None, :] == at_RG[:, :, None], -float("inf"), parts_RGS)
-        group_RG += tl.max(others_RGS, axis=2)
+    """Keys with those of other groups far below any other, yet above those of experts that do not exist.
+
+    One group after another by masks: compiled for Hopper, a reshape to [ROWS, groups, size] gave other results from
+    run to run.
+    """
+    column_E = tl.arange(0, PADDED_GROUPS * PADDED_SIZE)
     number_G = tl.arange(0, PADDED_GROUPS)
-    kept_RG = tl.zeros((ROWS, PADDED_GROUPS), tl.int32)
+    group_RG = tl.full((ROWS, PADDED_GROUPS), -float("inf"), tl.float32)
+    for group in tl.static_range(GROUPS):
+        own_RE = tl.where((column_E // PADDED_SIZE == group)[None, :], keys_RE, -float("inf"))
+        best_R = tl.max(own_RE, axis=1)
+        if BY_TWO:
+            others_RE = tl.where(column_E[None, :] == _best(own_RE, column_E)[:, None], -float("inf"), own_RE)
+            best_R += tl.max(others_RE, axis=1)
+        group_RG = tl.where((number_G == group)[None, :], best_R[:, None], group_RG)
+    kept_RE = tl.zeros((ROWS, PADDED_GROUPS * PADDED_SIZE), tl.int32)
     for _ in tl.static_range(TOP_GROUPS):
-        is_best_RG = number_G[None, :] == _best(group_RG, number_G)[:, None]
-        kept_RG = tl.where(is_best_RG, 1, kept_RG)
-        group_RG = tl.where(is_best_RG, -float("inf"), group_RG)
-    kept_RGS = tl.broadcast_to(kept_RG[:, :, None], (ROWS, PADDED_GROUPS, PADDED_SIZE))
-    kept_RE = tl.reshape(kept_RGS, (ROWS, PADDED_GROUPS * PADDED_SIZE))
+        best_R = _best(group_RG, number_G)
+        kept_RE = tl.where((column_E // PADDED_SIZE)[None, :] == best_R[:, None], 1, kept_RE)
+        group_RG = tl.where(number_G[None, :] == best_R[:, None], -float("inf"), group_RG)
     return tl.where((kept_RE == 0) & exists_E[None, :], -3.0e38, keys_RE)
 
 
@@ -98,7 +102,7 @@ def _forward_kernel(
     keys_RE = tl.where(keys_RE > -1.0e38, keys_RE, -1.0e38)
     keys_RE = tl.where(exists_E[None, :], keys_RE, -float("inf"))
     if GROUPS > 1:
-        keys_RE = _only_best_groups(keys_RE, exists_E, TOP_GROUPS, BY_TWO, ROWS, PADDED_GROUPS, PADDED_SIZE)
+        keys_RE = _only_best_groups(keys_RE, exists_E, GROUPS, TOP_GROUPS, BY_TWO, ROWS, PADDED_GROUPS, PADDED_SIZE)
 
     column_E = tl.arange(0, PADDED_GROUPS * PADDED_SIZE)
     slot_K = tl.arange(0, PADDED_K)
