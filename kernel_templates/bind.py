@@ -30,7 +30,7 @@ import itertools
 import re
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -96,6 +96,9 @@ class Operator:
         self._forward_needs = bool(traits.get("forward_needs", False))
         self.name = _free_name(name)
         self._required = tuple(n for n, role in candidate.INPUTS.items() if "optional" not in role)
+        self._required_places = tuple(self.inputs.index(n) for n in self._required)
+        self._names = frozenset(self.inputs)
+        self._wanted: dict[tuple[bool, ...], frozenset[str]] = {}
         self._differentiable = {n for n, role in candidate.INPUTS.items() if "differentiable" in role}
         self._again = tuple(self.outputs.index(n) for n in self.saved_outputs)
         self._saved_names: dict[Any, tuple[str, ...]] = {}
@@ -107,18 +110,21 @@ class Operator:
         Raises:
             TypeError: an input is missing or unknown.
         """
-        unknown = [n for n in tensors if n not in self.inputs]
-        missing = [n for n in self._required if tensors.get(n) is None]
-        if unknown or missing:
-            wrong = [f"no input {n!r}" for n in sorted(unknown)] + [f"{n!r} is missing" for n in missing]
-            raise TypeError(f"{self.name}: {'; '.join(wrong)}")
         values = [tensors.get(n) for n in self.inputs]
+        if not self._names.issuperset(tensors) or any(values[place] is None for place in self._required_places):
+            self._refuse(tensors)
         if torch.compiler.is_compiling() or _is_watched(values):
             return tuple(self._forward_op(*values)[: len(self.outputs)])
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in values):
             outputs: tuple[Tensor, ...] = _Eager.apply(self, *values)  # type: ignore[no-untyped-call]
             return outputs
         return tuple(self._run(values, frozenset())[0][: len(self.outputs)])
+
+    def _refuse(self, tensors: Tensors) -> NoReturn:
+        unknown = [n for n in tensors if n not in self.inputs]
+        missing = [n for n in self._required if tensors.get(n) is None]
+        wrong = [f"no input {n!r}" for n in sorted(unknown)] + [f"{n!r} is missing" for n in missing]
+        raise TypeError(f"{self.name}: {'; '.join(wrong)}")
 
     def config(self, **tensors: Tensor | None) -> dict[str, Any]:
         """The configuration that a call with these tensors uses."""
@@ -190,6 +196,14 @@ class Operator:
                     inputs[place] = torch.empty((), dtype=dtype, device=device).expand(shape)
         return inputs, saved
 
+    def _asked(self, needs: tuple[bool, ...]) -> frozenset[str]:
+        """The inputs whose gradients autograd asks for; ``needs`` begins with the operator itself."""
+        found = self._wanted.get(needs)
+        if found is None:
+            names = (n for n, need in zip(self.inputs, needs[1:], strict=True) if need)
+            found = self._wanted[needs] = frozenset(names) & self._differentiable
+        return found
+
     def _sources(self, inputs: Sequence[Tensor | None], needs: Sequence[bool]) -> dict[str, str]:
         """For each input whose gradient is asked for, the input whose gradient serves it."""
         asked = {
@@ -212,8 +226,8 @@ class Operator:
 
     def _spread(self, sources: dict[str, str], results: Sequence[Tensor]) -> list[Tensor | None]:
         """One gradient or None for each input, from those that were computed."""
-        computed = [n for n in self.inputs if n in sources.values()]
-        gradients = dict(zip(computed, results, strict=True))
+        computed = set(sources.values())
+        gradients = dict(zip((n for n in self.inputs if n in computed), results, strict=True))
         return [gradients[sources[n]] if n in sources else None for n in self.inputs]
 
     def _contiguous(self, values: Sequence[Tensor | None], as_they_are: frozenset[str] = frozenset()) -> Tensors:
@@ -307,8 +321,7 @@ class _Eager(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, operator: Operator, *values: Tensor | None) -> tuple[Tensor, ...]:
-        needs = frozenset(n for n, need in zip(operator.inputs, ctx.needs_input_grad[1:], strict=True) if need)
-        results, names, config = operator._run(values, needs & operator._differentiable)
+        results, names, config = operator._run(values, operator._asked(ctx.needs_input_grad))
         operator._keep(ctx, values, results)
         ctx.spent = False
         ctx.operator, ctx.config, ctx.names = operator, config, operator.saved_outputs + names
@@ -335,9 +348,11 @@ class _Eager(torch.autograd.Function):
 
 def _is_watched(values: Sequence[Tensor | None]) -> bool:
     """Whether somebody must see one operator call: a fake or meta tensor, a subclass, a torch mode, a transform."""
+    for t in values:
+        if t is not None and (t.__class__ not in _PLAIN or t.is_meta):
+            return True
     return (
-        any(t is not None and (type(t) not in _PLAIN or t.is_meta) for t in values)
-        or torch._C._len_torch_dispatch_stack() > 0
+        torch._C._len_torch_dispatch_stack() > 0
         or torch._C._len_torch_function_stack() > 0
         or torch._C._functorch.peek_interpreter_stack() is not None
     )
@@ -350,14 +365,12 @@ def _presence(values: Sequence[Tensor | None]) -> tuple[bool, ...]:
 
 def _without_aliases(results: list[Tensor], known: Sequence[Tensor | None]) -> list[Tensor]:
     """Copies of those results that share memory with a known tensor or an earlier result."""
-    seen = {t.untyped_storage().data_ptr() for t in known if t is not None}
-    seen.discard(0)  # empty storages
+    seen = [t.untyped_storage().data_ptr() for t in known if t is not None]
     fresh = []
     for result in results:
-        address = result.untyped_storage().data_ptr()
-        fresh.append(result.clone() if address in seen else result)
-        if address:
-            seen.add(address)
+        address = result.untyped_storage().data_ptr()  # 0: nothing in it to share
+        fresh.append(result.clone() if address and address in seen else result)
+        seen.append(address)
     return fresh
 
 
