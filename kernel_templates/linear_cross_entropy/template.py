@@ -368,10 +368,11 @@ def way(needs, spec):
     return "online" if spec.label_smoothing == 0.0 else "slices"
 
 
-def slice_width(vocabulary, most):
-    """Classes of a slice: as few slices of at most ``most`` as there can be, about equal, whole cache lines."""
-    count = -(-vocabulary // most)
-    return min(most, -(-vocabulary // (count * 128)) * 128)
+def part_size(total, most):
+    """Rows of a block, classes of a slice: as few parts of at most ``most`` as there can be, about equal."""
+    count = -(-total // most)
+    # whole tiles of a product
+    return min(total, most, -(-total // (count * 128)) * 128)
 
 
 def kept_classes(vocabulary, how, spec, config):
@@ -379,7 +380,7 @@ def kept_classes(vocabulary, how, spec, config):
     # dz with a smoothing term inside a cap cannot be made of exponentials alone
     if how != "slices" or (spec.label_smoothing != 0.0 and spec.softcap is not None):
         return 0
-    width = slice_width(vocabulary, config["classes"])
+    width = part_size(vocabulary, config["classes"])
     return min(vocabulary, -(-config["kept"] // width) * width)
 
 
@@ -517,7 +518,7 @@ def weight_sums(weight, blocks, width, gradients, config):
     """fp32 [slice or vocabulary, D] in which dW is summed before it is rounded; None: in the gradient itself."""
     if "weight" not in gradients or weight.dtype == torch.float32 or config["accumulate"] == "storage":
         return None
-    rows = weight.shape[0] if blocks > 1 else min(width, weight.shape[0])
+    rows = weight.shape[0] if blocks > 1 else width
     return weight.new_empty((rows, weight.shape[1]), dtype=torch.float32)
 
 
@@ -606,10 +607,10 @@ def forward(tensors, spec, config, needs=None):
         )
     how = way(wanted, spec)
     online = how == "online"
-    size = min(rows, config["online_rows"] if online else config["rows"])
-    width = slice_width(vocabulary, config["online_classes"] if online else config["classes"])
+    size = part_size(rows, config["online_rows"] if online else config["rows"])
+    width = part_size(vocabulary, config["online_classes"] if online else config["classes"])
     kept = kept_classes(vocabulary, how, spec, config)
-    tile = wide_buffer(size, min(width, vocabulary), rows_x, torch.float32)
+    tile = wide_buffer(size, width, rows_x, torch.float32)
     held = wide_buffer(size, kept, rows_x, rows_x.dtype) if kept > 0 else None
     bases = rows_x.new_empty((max(1, -(-kept // width)), size), dtype=torch.float32)
     dx_block = rows_x.new_empty((size, hidden), dtype=torch.float32) if "x" in wanted else None
@@ -667,9 +668,9 @@ def backward(tensors, saved, grads, needs, spec, config):
     vocabulary = weight.shape[0]
     if rows == 0:
         return {n: t.zero_() for n, t in gradients.items()}
-    size = min(rows, config["rows"])
-    width = slice_width(vocabulary, config["classes"])
-    tile = wide_buffer(size, min(width, vocabulary), rows_x, torch.float32)
+    size = part_size(rows, config["rows"])
+    width = part_size(vocabulary, config["classes"])
+    tile = wide_buffer(size, width, rows_x, torch.float32)
     dx_block = rows_x.new_empty((size, hidden), dtype=torch.float32) if "x" in needs else None
     dw_sum = weight_sums(weight, -(-rows // size), width, gradients, config)
     db_sum = bias_sums(gradients, vocabulary, rows_x)

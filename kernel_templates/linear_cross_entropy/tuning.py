@@ -11,13 +11,13 @@ ALL = 1 << 30
 
 BASE: dict[str, Any] = {
     "rows": 8192,
-    "classes": 4096,
+    "classes": 3584,
     "kept": 0,
     "accumulate": "float32",
-    "online_rows": 1024,
-    "online_classes": 8192,
+    "online_rows": 1664,
+    "online_classes": 7680,
     "tile_rows": 1,
-    "values": 32,
+    "values": 16,
     "finish_rows": 4,
     "finish_d": 512,
 }
@@ -34,17 +34,17 @@ def space(spec: Spec, sizes: dict[str, int]) -> list[dict[str, Any]]:
     variants: list[dict[str, Any]] = [{}]
     if spec.frozen and not spec.label_smoothing:
         variants += [{"online_rows": count, "online_classes": classes}
-                     for count in (512, 1024, 1536, 2048, 4096, 8192)
-                     for classes in (2048, 4096, 8192, 16384)]  # fmt: skip
+                     for count in (512, 1024, 1664, 2048, 4096, 8192)
+                     for classes in (2560, 4096, 7680, 16384)]  # fmt: skip
     else:
         # all rows at once: dW is one sum, four products less the kept share of the vocabulary
         variants += [{"rows": rows, "classes": classes, "kept": vocabulary * share // 8}
-                     for classes in (2048, 4096, 8192) for share in (0, 1, 2, 4, 8)]  # fmt: skip
+                     for classes in (2048, 3584, 4096, 8192) for share in (0, 1, 2, 4, 8)]  # fmt: skip
         # few rows and the whole vocabulary: three products, and a sum of sums
         variants += [{"rows": count, "classes": classes, "kept": ALL, "accumulate": kind}
                      for count in (512, 1024, 2048, 4096) if count < rows
                      for classes in (8192, 16384) for kind in ("float32", "storage")]  # fmt: skip
-    variants += [{"values": values} for values in (16, 64)]
+    variants += [{"values": values} for values in (32, 64)]
     found: list[dict[str, Any]] = []
     for variant in variants:
         config = BASE | variant

@@ -340,3 +340,45 @@ def test_nothing_of_the_vocabularys_size_is_kept_but_the_gradient():
             template.forward(tensors, spec, CONFIG)
         largest.append(made.bytes)
     assert largest[0] == largest[1]
+
+
+# ---- products --------------------------------------------------------------------------------------------------
+
+
+def test_what_the_process_allows_its_own_products_changes_nothing():
+    spec = Spec(hidden=40, vocabulary=333, dtype="float32")
+    tensors = drawn(spec, (60, 40, 333))
+    before, found = torch.get_float32_matmul_precision(), []
+    try:
+        for precision in ("highest", "medium"):
+            torch.set_float32_matmul_precision(precision)
+            given = leaves(tensors, spec)
+            (loss,) = op(spec)(**given)
+            found.append([loss, *gradients({"loss": loss}, given, None).values()])
+            assert torch.get_float32_matmul_precision() == precision
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("total", "most", "size"), [(163840, 3584, 3584), (8192, 1664, 1664), (1000, 600, 512), (7, 99, 7)]
+)
+def test_parts_are_about_equal(total, most, size):
+    """46 slices, 5 blocks, 2 parts of whole tiles, 1."""
+    assert template.part_size(total, most) == size
+
+
+def test_memory_of_a_training_step_does_not_hold_the_logits():
+    """Largest buffers beside the gradients: [rows, slice] fp32, dW of a slice or of the vocabulary, what is kept."""
+    spec = Spec(hidden=16, vocabulary=4000)
+    tensors = drawn(spec, (50, 16, 4000))
+    for changes, expected in (
+        ({}, 50 * 192 * 4),
+        ({"kept": 384}, 50 * 384 * 2),
+        ({"rows": 16}, 4000 * 16 * 4),
+        ({"rows": 16, "accumulate": "storage"}, 16 * 192 * 4),
+    ):
+        with Largest() as made:
+            template.forward(tensors, spec, CONFIG | changes)
+        assert made.bytes == expected, changes
