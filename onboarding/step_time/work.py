@@ -6,7 +6,7 @@ FLOPs are of one token's forward pass, a multiply-add counted as two; backward t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from onboarding.architecture import Architecture, FeedForwardRole, GraphOperator
 
@@ -33,6 +33,12 @@ class Work:
     """The part of mixing that does not grow with the sequence."""
     expert_flops: float = 0.0
     """Products with routed experts' weights."""
+    outputs: float = 0.0
+    """Numbers that products with shared weights, norms and residual sums write for one token, over all layers."""
+    routed_outputs: float = 0.0
+    """The same of routed experts: their activations, and the rows on their way in and out."""
+    head_dim: int = 128
+    """Of queries and keys."""
     moe_layers: int = 0
     experts: int = 0
     """Routed ones of a layer."""
@@ -89,7 +95,7 @@ def work_of(architecture: Architecture) -> Work:
     moe_layers = sum(len(b.layers) for b in architecture.blocks if "MoE" in b.feed_forward) if routed else 0
     each = routed / moe_layers if moe_layers else 0.0
     sizes = [(b.parameters - (each if "MoE" in b.feed_forward else 0.0)) for b in architecture.blocks]
-    return Work(
+    made = Work(
         name=architecture.name,
         layers=architecture.num_layers,
         hidden=architecture.hidden_size,
@@ -97,6 +103,9 @@ def work_of(architecture: Architecture) -> Work:
         parameters=float(architecture.census.total),
         routed_parameters=routed,
         linear_flops=sums["linear"],
+        outputs=_outputs(architecture, scans) + 2.0 * architecture.hidden_size * architecture.num_layers,
+        routed_outputs=0.0,
+        head_dim=_head_dim(architecture),
         attention_slope=slope,
         attention_flops=sums["attention"] + sums["scan"],
         expert_flops=sums["experts"],
@@ -108,6 +117,59 @@ def work_of(architecture: Architecture) -> Work:
         block_dense=max(sizes, default=0.0),
         block_routed=each,
     )
+    written = made.moe_layers * made.top_k * (3 * made.expert_width + 2 * made.routed_width)
+    return replace(made, routed_outputs=float(written))
+
+
+def part_of(architecture: Architecture, work: Work, layers: dict[int, int]) -> Work:
+    """The same model with fewer layers.
+
+    Args:
+        architecture: with its block kinds.
+        work: of the whole model.
+        layers: how many of each block kind (its place in ``architecture.blocks``).
+    """
+    blocks = architecture.blocks
+    kept = sum(blocks[kind].flops * n for kind, n in layers.items())
+    share = kept / max(sum(block.flops * len(block.layers) for block in blocks), 1e-9)
+    routed = sum(n for kind, n in layers.items() if "MoE" in blocks[kind].feed_forward)
+    of_routed = routed / work.moe_layers if work.moe_layers else 0.0
+    head = 2.0 * work.hidden * work.vocabulary
+    return replace(
+        work,
+        layers=sum(layers.values()),
+        moe_layers=routed,
+        parameters=sum(blocks[kind].parameters * n for kind, n in layers.items()) + head,
+        routed_parameters=work.routed_parameters * of_routed,
+        linear_flops=(work.linear_flops - head) * share + head,
+        attention_slope=work.attention_slope * share,
+        attention_flops=work.attention_flops * share,
+        expert_flops=work.expert_flops * of_routed,
+        outputs=work.outputs * share,
+        routed_outputs=work.routed_outputs * of_routed,
+    )
+
+
+def _outputs(architecture: Architecture, scans: set[str]) -> float:
+    """Numbers that shared products and scans write for one token; a feed-forward's activation counts as one more."""
+    tokens, written = architecture.sequence_length, 0.0
+    for row in architecture.graph:
+        kind = _kind(row, scans)
+        if row.phase != "forward" or kind not in ("linear", "attention", "scan") or row.role == "head":
+            continue
+        entering = row.shapes.partition(",")[0].split("x")
+        if kind == "linear" and entering[-1].isdigit():
+            out = row.flops / (2.0 * tokens * int(entering[-1]))
+            written += out * (1.5 if row.role in ("dense ffn", "shared experts") else 1.0)
+        else:
+            written += row.count * architecture.hidden_size * (4.0 if kind == "scan" else 1.0)
+    return written
+
+
+def _head_dim(architecture: Architecture) -> int:
+    """Of queries and keys, where the twin's proofs say it."""
+    mixers = [m for block in architecture.blocks if block.roles for m in block.roles.mixers]
+    return next((mixer.head_dim for mixer in mixers if mixer.head_dim), 128)
 
 
 def _routed_role(architecture: Architecture) -> FeedForwardRole:

@@ -67,7 +67,7 @@ def run(context: StageContext) -> ThroughputResult:
         "code": str(definition.code.resolve()) if definition.code else None,
     }
     report = _child(context, definition, job, total=len(bundles) * (warm + steps))
-    return _result(context, architecture, align, job, report, kernels=len(digests), begun=started)
+    return _result(architecture, align, job, report, kernels=len(digests), begun=started)
 
 
 def _child(context: StageContext, definition: Definition, job: dict[str, Any], total: int) -> Report:
@@ -119,7 +119,6 @@ def labels_of(architecture: Architecture) -> list[str]:
 
 
 def _result(
-    context: StageContext,
     architecture: Architecture,
     align: AlignResult,
     job: dict[str, Any],
