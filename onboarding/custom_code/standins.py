@@ -78,8 +78,10 @@ def attention(
     if interface is not sdpa_attention_forward:  # the parser listens here
         left = window[0] + 1 if window[0] >= 0 else None
         caller = _Caller(groups, causal)
+        limited = window != (-1, -1) and not (causal and window[0] < 0)
+        mask = visible_pairs(q.shape[1], k.shape[1], causal, window, q.device)[None, None] if limited else None
         out: Tensor = interface(
-            caller, queries, keys, values, None, scaling=scale, is_causal=causal, sliding_window=left,
+            caller, queries, keys, values, mask, scaling=scale, is_causal=causal, sliding_window=left,
             softcap=softcap or None,
         )[0]  # fmt: skip
         return out

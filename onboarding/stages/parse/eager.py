@@ -11,6 +11,7 @@ import torch
 from onboarding.architecture import OperatorUse
 from onboarding.stages.parse.build import quiet
 from onboarding.stages.parse.leaves import LeafCall
+from onboarding.stages.parse.scans import loops
 from onboarding.stages.parse.tracer import Operation, Trace, Tracer
 
 _SHORT, _LONG = 128, 192
@@ -43,6 +44,11 @@ def eager_costs(uses: list[OperatorUse], trace: Trace, owners: list[str], repeat
             use.eager_operators += round(times * count * tokens)
             use.eager_flops += times * flops * tokens
             use.eager_bytes += times * moved * tokens
+        elif operation.leaf.kind == "attention":
+            # every score is computed, and most are masked
+            (b, h, t, d), (_, _, s, _), (*_, dv) = operation.leaf.shapes
+            use.eager_operators += times
+            use.eager_flops += times * 2.0 * b * h * t * s * (d + dv) * (1.0 if operation.phase == "forward" else 2.5)
         elif operation.leaf.kind == "state_space" and operation.phase == "forward":
             count, flops, moved = _state_space_cost(operation.leaf)
             use.eager_operators += round(times * count)
@@ -84,11 +90,25 @@ def _fallback_cost(leaf: LeafCall, tokens: int) -> tuple[int, float, float]:
     return len(operations), sum(op.flops for op in operations), sum(op.bytes_moved for op in operations)
 
 
-def _state_space_cost(leaf: LeafCall) -> tuple[int, float, float]:
-    """Operators, FLOPs and bytes of a marked state space scan's torch version, forward and backward."""
+def _state_space_cost(leaf: LeafCall) -> tuple[float, float, float]:
+    """Operators, FLOPs and bytes of a marked state space scan's torch version, forward and backward.
+
+    One that takes a step a token is traced at two short lengths and extended linearly.
+    """
+    if not loops(leaf.facts["marked"].function):
+        return _state_space_at(leaf, None)
+    tokens = leaf.shapes[0][1]
+    short, long = _state_space_at(leaf, _SHORT), _state_space_at(leaf, _LONG)
+    count, flops, moved = (a + (b - a) / (_LONG - _SHORT) * (tokens - _SHORT) for a, b in zip(short, long, strict=True))
+    return count, flops, moved
+
+
+def _state_space_at(leaf: LeafCall, tokens: int | None) -> tuple[float, float, float]:
+    """The same at a length; None: the one that it was called with."""
     facts = leaf.facts
     given: dict[str, Any] = {"device": "meta", "requires_grad": True}
-    x, dt, b, c = (torch.empty(shape, dtype=_dtype(facts["dtype"]), **given) for shape in leaf.shapes)
+    shapes = [(shape[0], tokens or shape[1], *shape[2:]) for shape in leaf.shapes]
+    x, dt, b, c = (torch.empty(shape, dtype=_dtype(facts["dtype"]), **given) for shape in shapes)
     heads = [torch.empty(facts["value_heads"], dtype=torch.float32, **given) for _ in range(3)]
     tracer = Tracer({})
     with quiet(), tracer:

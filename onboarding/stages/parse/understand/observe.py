@@ -26,6 +26,7 @@ _CHOICES = {torch.topk, Tensor.topk}
 _PRODUCTS = {
     torch.matmul, Tensor.matmul, torch.einsum, torch.bmm, Tensor.bmm, Tensor.__matmul__, torch.baddbmm, Tensor.baddbmm,
 }  # fmt: skip
+_FUSED = F.scaled_dot_product_attention
 _SOFTMAX = {F.softmax, torch.softmax, Tensor.softmax}
 
 
@@ -103,6 +104,8 @@ class _Recorder(TorchFunctionMode):
         self.seen: set[int] = set()
         self.counted = 0
         """Added to every count 0, 1, 2 ... as long as the sequence that the model makes itself."""
+        self.attending = 0
+        """Attention functions that are running: what they call inside is theirs."""
         self.muted: list[int] = []
         """Blocks that run a second time (looped models): one round is enough."""
 
@@ -115,6 +118,8 @@ class _Recorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is _FUSED and not self.attending:
+            return self.fused(*args, **kwargs)
         if func is torch.arange and self.counted:
             count = func(*args, **kwargs)
             return count + self.counted if count.shape[0] == self.observation.ids.shape[1] else count
@@ -167,11 +172,30 @@ class _Recorder(TorchFunctionMode):
                 return default(module, q, k, v, changed.pop("mask", mask), *rest[1:], **{**kwargs, **changed})[0]
 
             call.function = again
-            output = default(module, query, key, value, mask, *rest[1:], **kwargs)
+            self.attending += 1
+            try:
+                output = default(module, query, key, value, mask, *rest[1:], **kwargs)
+            finally:
+                self.attending -= 1
             call.output = output[0]
             return output
 
         return run
+
+    def fused(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **kwargs: Any) -> Any:
+        """torch's own attention, called by a module itself: noted as an attention function's call would be."""
+        options = {"scaling": kwargs["scale"]} if kwargs.get("scale") is not None else {}
+        inputs = {"q": query, "k": key, "v": value, "mask": attn_mask, "rest": (), "kwargs": options}
+        inputs["module"] = self.stack[-1].function if self.stack else self.observation.model
+        call = self.add("attention", "scaled_dot_product_attention", inputs)
+
+        def again(q: Tensor, k: Tensor, v: Tensor, **changed: Any) -> Any:
+            return _FUSED(q, k, v, changed.pop("mask", attn_mask), **kwargs).transpose(1, 2)
+
+        call.function = again
+        output = _FUSED(query, key, value, attn_mask, **kwargs)
+        call.output = output.transpose(1, 2)
+        return output
 
     def function(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """A marked function, watched."""

@@ -39,6 +39,7 @@ from onboarding.stages.parse.uses.norms import prove_norm
 from onboarding.stages.parse.uses.rotary import prove_rotary
 from onboarding.stages.parse.uses.routing import ProvenRouter, prove_routing
 from onboarding.stages.parse.uses.short_convolution import prove_short_convolution
+from onboarding.stages.parse.uses.sparse_attention import is_sparse_latent_attention, prove_sparse_attention
 
 _DTYPES = {"torch.bfloat16": "bfloat16", "torch.float32": "float32", "torch.float16": "float16"}
 
@@ -202,6 +203,12 @@ class Proposer:
                 return
             self._add(spec, call, module, "short_convolution", {}, "short convolution", marked.attribute, leaf)
 
+        elif leaf.kind == "attention" and is_sparse_latent_attention(module):
+            key = (type(module), leaf.shapes, module.indexer is None, dtype, "sparse attention")
+            spec = self._once(key, lambda: prove_sparse_attention(module, leaf, dtype))
+            if spec is not None:
+                self._add(spec, call, module, "sparse_attention", {}, "sparse attention", leaf=leaf)
+
     def _router(self, call: ModuleCall, module: nn.Module, dtype: str) -> None:
         """A module whose forward is a router; parts of others (a linear layer, a block of experts) are none."""
         hidden = call.shapes[0][-1]
@@ -314,6 +321,8 @@ def _rows(spec: OperatorSpec, call: ModuleCall) -> int:
     shape = call.shapes[0]
     if spec.family == "linear_attention":  # heads lie between tokens and channels
         return int(shape[0] * shape[1])
+    if spec.family == "sparse_attention":  # heads before tokens
+        return int(shape[0] * shape[2])
     rows: int = 1
     for size in shape[: -2 if spec.family == "hyper_connection" else -1]:
         rows *= size

@@ -47,11 +47,12 @@ def mamba_chunk_scan_combined(
     if initial_states is not None:
         state = state + initial_states.to(wide)
     outputs = []
-    for t in range(x.shape[1]):
-        now = step[:, t, :, None, None]
-        new = inputs[:, t, :, :, None] * entering[:, t, :, None]
-        state = torch.exp(now * A.to(wide)[:, None, None]) * state + now * new
-        outputs.append((state * leaving[:, t, :, None]).sum(-1))
+    rate = A.to(wide)[:, None, None]
+    # split once: the gradient of a slice is as long as the sequence
+    for now, new, come, go in zip(*(each.unbind(1) for each in (step, inputs, entering, leaving)), strict=True):
+        now, come, go = now[..., None, None], come[:, :, None], go[:, :, None]
+        state = torch.exp(now * rate) * state + now * (new[..., None] * come)
+        outputs.append((state * go).sum(-1))
     y = torch.stack(outputs, 1) if outputs else inputs
     if D is not None:
         y = y + (D.to(wide) if D.dim() == 2 else D.to(wide)[:, None]) * inputs
