@@ -22,6 +22,8 @@ LINEAR_HEADS = 2
 HEAD_DIM = 16
 """Smallest head dim: the K extent of one MMA instruction."""
 EXPERTS = 8
+GROUPS = 8
+"""Groups of experts that a twin keeps: their number is part of the routing kernel, not a size."""
 TOP_K = 4
 STATE = 16
 
@@ -99,6 +101,9 @@ def rules_for(text: dict[str, Any], sequence_length: int) -> list[Rule]:
     main = int(text.get("num_attention_heads") or text.get("n_head") or (heads[0] if heads else 1) or 1)
     dims = [v for k, v in _ints(text) if HEAD_SIZE.search(k) and v > 0] or [max(hidden // main, 1)]
     experts = max([v for k, v in _ints(text) if EXPERT_COUNT.search(k)], default=EXPERTS)
+    groups = max([v for k, v in _ints(text) if EXPERT_GROUPS.search(k)], default=1)
+    # a group's score is the sum of its two best experts
+    fewest = max(EXPERTS, 2 * min(groups, GROUPS))
     linear = max([v for k, v in _ints(text) if k.startswith("linear_") and HEAD_COUNT.search(k)], default=1)
     window = 1 << max((sequence_length // 4).bit_length() - 1, 3)
 
@@ -114,7 +119,7 @@ def rules_for(text: dict[str, Any], sequence_length: int) -> list[Rule]:
             head_dims=head_dims,
             widths=widths,
             window=window,
-            experts=max(experts / EXPERTS, 1.0),
+            experts=max(experts / fewest, 1.0),
             tokens=sequence_length,
         )
 
@@ -197,10 +202,10 @@ def _size(key: str, value: int, fields: dict[str, Any], rule: Rule, ids: dict[in
     if EXPERTS_TOP_K.search(key):
         return min(value, TOP_K)
     if EXPERT_GROUPS.search(key):
-        return min(value, EXPERTS // 2)  # a group's score is the sum of its two best experts
+        return min(value, GROUPS)
     if key == "topk_group":
         groups = next((v for k, v in _ints(fields) if EXPERT_GROUPS.search(k)), value)
-        return max(1, round(value * min(groups, EXPERTS // 2) / groups))
+        return max(1, round(value * min(groups, GROUPS) / groups))
     if WINDOW.search(key):
         return min(value, rule.window)
     if BLOCK.search(key):

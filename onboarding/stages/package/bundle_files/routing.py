@@ -67,7 +67,8 @@ def mismatch(spec: dict[str, Any], module: nn.Module, names: dict[str, str]) -> 
     except Exception as error:
         return f"its forward: {type(error).__name__}"
     experts, count = getattr(module, names["weight"]).shape[0], own["index"].shape[-1]
-    if experts % spec["groups"] or count > spec["top_groups"] * (experts // spec["groups"]):
+    size, best = experts // spec["groups"], 2 if spec["groups"] > 1 and spec["group_score"] == "top2" else 1
+    if experts % spec["groups"] or size < best or count > spec["top_groups"] * size:
         return f"{count} of {experts} experts in {spec['groups']} groups"
     with torch.no_grad():
         scores, index = chosen(logits_of(module, hidden, spec, names).float(), module, spec, names, count)
