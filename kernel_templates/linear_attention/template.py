@@ -168,6 +168,39 @@ def leaf_decay(g_RK, LEAF: tl.constexpr, R: tl.constexpr, W: tl.constexpr):
 
 
 @triton.jit
+def leaf_sums(g_RK, LEAF: tl.constexpr, C: tl.constexpr, R: tl.constexpr, W: tl.constexpr):
+    """Sums of log decays for 16-bit operands, all from one scan of leaves [R, W].
+
+    Since the leaf's start through each row, past it to the leaf's end, the same two for the chunk of C rows, and the
+    sum of the sibling leaf. What lies past a row is a difference here: it errs by 2^-24 of the segment's sum, which
+    16-bit operands cannot show.
+    """
+    g_SRK = tl.reshape(g_RK, (R // LEAF, LEAF, W))
+    through_SRK = tl.cumsum(g_SRK, axis=1)
+    total_SK = tl.sum(g_SRK, axis=1)
+    total_MSK = tl.reshape(total_SK, (R // C, C // LEAF, W))
+    before_MSK = tl.cumsum(total_MSK, axis=1) - total_MSK
+    chunk_M1K = tl.sum(total_MSK, axis=1, keep_dims=True)
+    before_SK = tl.reshape(before_MSK, (R // LEAF, W))
+    after_SK = tl.reshape(chunk_M1K - before_MSK, (R // LEAF, W))
+    pair_PSK = tl.reshape(total_SK, (R // LEAF // 2, 2, W))
+    sibling_SK = tl.reshape(tl.sum(pair_PSK, axis=1, keep_dims=True) - pair_PSK, (R // LEAF, W))
+    through_RK = tl.reshape(through_SRK, (R, W))
+    past_RK = tl.reshape(total_SK[:, None, :] - through_SRK, (R, W))
+    chunk_through_RK = tl.reshape(through_SRK + before_SK[:, None, :], (R, W))
+    chunk_past_RK = tl.reshape(after_SK[:, None, :] - through_SRK, (R, W))
+    sibling_RK = tl.reshape(tl.broadcast_to(sibling_SK[:, None, :], (R // LEAF, LEAF, W)), (R, W))
+    return through_RK, past_RK, chunk_through_RK, chunk_past_RK, sibling_RK
+
+
+@triton.jit
+def within_reach(g_RK, SEGMENT: tl.constexpr, R: tl.constexpr, W: tl.constexpr):
+    """Whether 2 segments of SEGMENT rows may be taken relative to their boundary, e^+-80, in every channel."""
+    size_SK = tl.sum(tl.reshape(tl.abs(g_RK), (R // SEGMENT, SEGMENT, W)), axis=1)
+    return tl.max(size_SK) <= 80.0
+
+
+@triton.jit
 def lower_mask(i_R1, j_1R, SEGMENT: tl.constexpr):
     """Pairs (i, j), j before i, of the same segment of rows."""
     return (i_R1 // SEGMENT == j_1R // SEGMENT) & (i_R1 > j_1R)
@@ -185,17 +218,21 @@ def pair_decay(g_R1, mask_RR):
 
 
 @triton.jit
-def unit_lower_inverse(l_RR, i_R1, j_1R, LOG_B: tl.constexpr, PRECISION: tl.constexpr):
-    """(I + L)^-1 of a strictly lower L with diagonal blocks of 2^LOG_B rows, by doubling.
+def inner_solve(a_RR, beta_R1, i_R1, j_1R, LOG_B: tl.constexpr, MMA: tl.constexpr, PRECISION: tl.constexpr):
+    """N with (I + Diag(beta) A)^-1 = I - Diag(beta) N, for a strictly lower A with blocks of 2^LOG_B rows, by doubling.
 
-    Inverses of blocks of b rows give those of 2 b: [[A, 0], [L, D]]^-1 = [[A^-1, 0], [-D^-1 L A^-1, D^-1]].
+    Also I - N Diag(beta) and I - Diag(beta) N, the factors left and right of the next block below the diagonal: of
+    two solved blocks, N_21 = (I - N_22 Diag(beta_2)) A_21 (I - Diag(beta_1) N_11). Neither N nor the factors shrink
+    with beta, so that 16-bit operands serve a beta of any size.
     """
-    x_RR = tl.where(i_R1 == j_1R, 1.0, 0.0) - tl.where(half_mask(i_R1, j_1R, 1), l_RR, 0.0)
+    unit_RR = tl.where(i_R1 == j_1R, 1.0, 0.0)
+    beta_1R = tl.trans(beta_R1)
+    n_RR = tl.where(half_mask(i_R1, j_1R, 1), a_RR, 0.0)
     for level in tl.static_range(1, LOG_B):
-        step_RR = tl.where(half_mask(i_R1, j_1R, 1 << level), l_RR, 0.0)
-        step_RR = tl.dot(x_RR, step_RR, input_precision=PRECISION)
-        x_RR -= tl.dot(step_RR, x_RR, input_precision=PRECISION)
-    return x_RR
+        step_RR = tl.where(half_mask(i_R1, j_1R, 1 << level), a_RR, 0.0).to(MMA)
+        step_RR = tl.dot((unit_RR - n_RR * beta_1R).to(MMA), step_RR, input_precision=PRECISION)
+        n_RR += tl.dot(step_RR.to(MMA), (unit_RR - beta_R1 * n_RR).to(MMA), input_precision=PRECISION)
+    return n_RR, (unit_RR - n_RR * beta_1R).to(MMA), (unit_RR - beta_R1 * n_RR).to(MMA)
 
 
 # ---- forward -------------------------------------------------------------------------------------------------------
@@ -248,7 +285,13 @@ def prepare_kernel(
             at_TK, in_TK = tile_at(tokens, HV * K, column, K, SPAN, BK)
             at_TK += token_head * K
             g_TK = cut(tl.load(g + at_TK, mask=in_TK, other=0.0))
-            through_TK, past_TK = segment_sums(g_TK, C, SPAN, BK)
+            if q.dtype.element_ty == tl.bfloat16:
+                g_MTK = tl.reshape(g_TK, (SPAN // C, C, BK))
+                through_MTK = tl.cumsum(g_MTK, axis=1)
+                past_TK = tl.reshape(tl.sum(g_MTK, axis=1, keep_dims=True) - through_MTK, (SPAN, BK))
+                through_TK = tl.reshape(through_MTK, (SPAN, BK))
+            else:
+                through_TK, past_TK = segment_sums(g_TK, C, SPAN, BK)
             through_TK = tl.exp(through_TK)
             tl.store(q_decayed + at_TK, (q_TK * through_TK).to(q_decayed.dtype.element_ty), mask=in_TK)
             tl.store(k_decayed + at_TK, (k_TK * through_TK).to(k_decayed.dtype.element_ty), mask=in_TK)
@@ -347,6 +390,9 @@ def gram_kernel(
     """
     HALVES: tl.constexpr = C > R
     SPAN: tl.constexpr = C if HALVES else R
+    # keys of length 1 keep the inverse within fp16, whose mantissa is tf32's at twice the rate
+    SOLVE: tl.constexpr = tl.float16 if (L2NORM & (LEAF == 16)) else tl.float32
+    WIDE: tl.constexpr = HALVES & (DECAY == "channel") & (LEAF == 16)
     MMA: tl.constexpr = q.dtype.element_ty
     hv = tl.program_id(1)
     h = hv // (HV // H)
@@ -380,9 +426,6 @@ def gram_kernel(
         g0_RK = q0_RK
         if DECAY == "channel":
             g0_RK = cut(load_normed(g, g, 0, tokens, column, HV, K, False, R, BK))
-        qk0_RR, kk0_RR = diagonal_grams(
-            qk0_RR, kk0_RR, q0_RK, k0_RK, g0_RK, i_R1, j_1R, DECAY, DELTA, MMA, PRECISION, LEAF, LOG_LEAF, LOG_B, R, BK
-        )
         if HALVES:
             q1_RK = load_normed(q, q_norm, R, tokens, column, H, K, L2NORM, R, BK)
             k1_RK = load_normed(k, k_norm, R, tokens, column, H, K, L2NORM, R, BK)
@@ -390,20 +433,63 @@ def gram_kernel(
             g1_RK = q1_RK
             if DECAY == "channel":
                 g1_RK = cut(load_normed(g, g, R, tokens, column, HV, K, False, R, BK))
-            qk1_RR, kk1_RR = diagonal_grams(
-                qk1_RR, kk1_RR, q1_RK, k1_RK, g1_RK, i_R1, j_1R, DECAY, DELTA, MMA, PRECISION, LEAF, LOG_LEAF, LOG_B,
+        if WIDE:
+            through0_RK = tl.cumsum(g0_RK, axis=0)
+            through1_RK = tl.cumsum(g1_RK, axis=0)
+            middle0_1K = tl.sum(tl.where(i_R1 < R // 2, g0_RK, 0.0), axis=0, keep_dims=True)
+            middle1_1K = tl.sum(tl.where(i_R1 < R // 2, g1_RK, 0.0), axis=0, keep_dims=True)
+            total0_1K = tl.sum(g0_RK, axis=0, keep_dims=True)
+            magnitude_2K = tl.maximum(
+                tl.sum(tl.abs(tl.reshape(g0_RK, (2, R // 2, BK))), axis=1),
+                tl.sum(tl.abs(tl.reshape(g1_RK, (2, R // 2, BK))), axis=1),
+            )
+            if tl.max(magnitude_2K) <= 80.0:
+                log_RK = through0_RK - middle0_1K
+                rise_RK = tl.exp(log_RK)
+                far_KR = tl.trans((k0_RK * tl.exp(-log_RK)).to(MMA))
+                qk0_RR += tl.dot((q0_RK * rise_RK).to(MMA), far_KR)
+                if DELTA:
+                    kk0_RR += tl.dot((k0_RK * rise_RK).to(MMA), far_KR)
+                log_RK = through1_RK - middle1_1K
+                rise_RK = tl.exp(log_RK)
+                far_KR = tl.trans((k1_RK * tl.exp(-log_RK)).to(MMA))
+                qk1_RR += tl.dot((q1_RK * rise_RK).to(MMA), far_KR)
+                if DELTA:
+                    kk1_RR += tl.dot((k1_RK * rise_RK).to(MMA), far_KR)
+            else:
+                qk0_RR, kk0_RR = diagonal_grams(
+                    qk0_RR, kk0_RR, q0_RK, k0_RK, g0_RK, i_R1, j_1R, DECAY, DELTA, MMA, PRECISION, LEAF, LOG_LEAF,
+                    LOG_B, R, BK,
+                )  # fmt: skip
+                qk1_RR, kk1_RR = diagonal_grams(
+                    qk1_RR, kk1_RR, q1_RK, k1_RK, g1_RK, i_R1, j_1R, DECAY, DELTA, MMA, PRECISION, LEAF, LOG_LEAF,
+                    LOG_B, R, BK,
+                )  # fmt: skip
+            since_RK = tl.exp(through1_RK)
+            far_KR = tl.trans((k0_RK * tl.exp(total0_1K - through0_RK)).to(MMA))
+            qk10_RR += tl.dot((q1_RK * since_RK).to(MMA), far_KR)
+            if DELTA:
+                kk10_RR += tl.dot((k1_RK * since_RK).to(MMA), far_KR)
+        else:
+            qk0_RR, kk0_RR = diagonal_grams(
+                qk0_RR, kk0_RR, q0_RK, k0_RK, g0_RK, i_R1, j_1R, DECAY, DELTA, MMA, PRECISION, LEAF, LOG_LEAF, LOG_B,
                 R, BK,
             )  # fmt: skip
-            if DECAY == "channel":
-                # both halves relative to the boundary between them
-                since_RK = tl.exp(tl.cumsum(g1_RK, axis=0))
-                q1_RK *= since_RK
-                k1_RK *= since_RK
-                k0_RK *= tl.exp(tl.cumsum(g0_RK, axis=0, reverse=True) - g0_RK)
-            far_KR = tl.trans(k0_RK.to(MMA))
-            qk10_RR += tl.dot(q1_RK.to(MMA), far_KR, input_precision=PRECISION)
-            if DELTA:
-                kk10_RR += tl.dot(k1_RK.to(MMA), far_KR, input_precision=PRECISION)
+            if HALVES:
+                qk1_RR, kk1_RR = diagonal_grams(
+                    qk1_RR, kk1_RR, q1_RK, k1_RK, g1_RK, i_R1, j_1R, DECAY, DELTA, MMA, PRECISION, LEAF, LOG_LEAF,
+                    LOG_B, R, BK,
+                )  # fmt: skip
+                if DECAY == "channel":
+                    # both halves relative to the boundary between them
+                    since_RK = tl.exp(tl.cumsum(g1_RK, axis=0))
+                    q1_RK *= since_RK
+                    k1_RK *= since_RK
+                    k0_RK *= tl.exp(tl.cumsum(g0_RK, axis=0, reverse=True) - g0_RK)
+                far_KR = tl.trans(k0_RK.to(MMA))
+                qk10_RR += tl.dot(q1_RK.to(MMA), far_KR, input_precision=PRECISION)
+                if DELTA:
+                    kk10_RR += tl.dot(k1_RK.to(MMA), far_KR, input_precision=PRECISION)
 
     below_RR = lower_mask(i_R1, j_1R, C)
     if DECAY == "head":
@@ -432,17 +518,20 @@ def gram_kernel(
         solve += token_head * C
         beta += token_head
         beta0_R1 = load_beta(beta, 0, tokens, HV, beta_floor, R)
-        l_RR = tl.where(below_RR, kk0_RR * beta0_R1, 0.0)
-        inverse0_RR = unit_lower_inverse(l_RR, i_R1, j_1R, LOG_B, PRECISION)
-        store_matrix(solve, inverse0_RR * tl.trans(beta0_R1), tokens, 0, 0, HV, C, R)
+        a_RR = tl.where(below_RR, kk0_RR, 0.0)
+        n_RR, _, right_RR = inner_solve(a_RR, beta0_R1, i_R1, j_1R, LOG_B, SOLVE, PRECISION)
+        beta_1R = tl.trans(beta0_R1)
+        m_RR = tl.where(i_R1 == j_1R, beta0_R1, 0.0) - beta0_R1 * n_RR * beta_1R
+        store_matrix(solve, m_RR, tokens, 0, 0, HV, C, R)
         if HALVES:
             beta1_R1 = load_beta(beta, R, tokens, HV, beta_floor, R)
-            l_RR = tl.where(below_RR, kk1_RR * beta1_R1, 0.0)
-            inverse1_RR = unit_lower_inverse(l_RR, i_R1, j_1R, LOG_B, PRECISION)
-            store_matrix(solve, inverse1_RR * tl.trans(beta1_R1), tokens, R, R, HV, C, R)
-            cross_RR = tl.dot(inverse1_RR, kk10_RR * beta1_R1, input_precision=PRECISION)
-            cross_RR = -tl.dot(cross_RR, inverse0_RR, input_precision=PRECISION)
-            store_matrix(solve, cross_RR * tl.trans(beta0_R1), tokens, R, 0, HV, C, R)
+            a_RR = tl.where(below_RR, kk1_RR, 0.0)
+            n_RR, left_RR, _ = inner_solve(a_RR, beta1_R1, i_R1, j_1R, LOG_B, SOLVE, PRECISION)
+            m_RR = tl.where(i_R1 == j_1R, beta1_R1, 0.0) - beta1_R1 * n_RR * tl.trans(beta1_R1)
+            store_matrix(solve, m_RR, tokens, R, R, HV, C, R)
+            n_RR = tl.dot(left_RR, kk10_RR.to(SOLVE), input_precision=PRECISION)
+            n_RR = tl.dot(n_RR.to(SOLVE), right_RR, input_precision=PRECISION)
+            store_matrix(solve, -beta1_R1 * n_RR * beta_1R, tokens, R, 0, HV, C, R)
             store_matrix(solve, tl.zeros([R, R], tl.float32), tokens, 0, R, HV, C, R)
 
 
@@ -740,7 +829,7 @@ def score_gradient_kernel(
 
 @triton.jit
 def gram_products(
-    dq_TK, dk_TK, dg_TK, q_TK, k_TK, rise_TK, fall_TK, grad_scores, grad_solve, at_TT, at_t_TT, in_TT, in_t_TT,
+    dq_TK, dk_TK, dg_TK, q_TK, k_TK, rise_TK, fall_TK, grad_scores, grad_solve, at_TT, in_TT,
     DELTA: tl.constexpr, MMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Adds what the grams' entries under a mask give to dq, dk and dG, with e^(G_i - G_j) = rise_i fall_j.
@@ -750,22 +839,20 @@ def gram_products(
     """
     # all loads first, so that their latencies overlap
     dscore_TT = tl.load(grad_scores + at_TT, mask=in_TT, other=0.0)
-    dscore_t_TT = tl.load(grad_scores + at_t_TT, mask=in_t_TT, other=0.0)
     if DELTA:
         dsolve_TT = tl.load(grad_solve + at_TT, mask=in_TT, other=0.0)
-        dsolve_t_TT = tl.load(grad_solve + at_t_TT, mask=in_t_TT, other=0.0)
     fallen_TK = (k_TK * fall_TK).to(MMA)
     risen_TK = (q_TK * rise_TK).to(MMA)
     row_TK = tl.dot(dscore_TT, fallen_TK, input_precision=PRECISION)
     dq_TK += rise_TK * row_TK
     dg_TK += risen_TK * row_TK
-    column_TK = tl.dot(dscore_t_TT, risen_TK, input_precision=PRECISION)
+    column_TK = tl.dot(tl.trans(dscore_TT), risen_TK, input_precision=PRECISION)
     if DELTA:
         risen_TK = (k_TK * rise_TK).to(MMA)
         row_TK = tl.dot(dsolve_TT, fallen_TK, input_precision=PRECISION)
         dk_TK += rise_TK * row_TK
         dg_TK += risen_TK * row_TK
-        column_TK += tl.dot(dsolve_t_TT, risen_TK, input_precision=PRECISION)
+        column_TK += tl.dot(tl.trans(dsolve_TT), risen_TK, input_precision=PRECISION)
     dk_TK += fall_TK * column_TK
     dg_TK -= fallen_TK * column_TK
     return dq_TK, dk_TK, dg_TK
@@ -806,8 +893,6 @@ def gradient_kernel(
     i_T1 = tl.arange(0, SPAN)[:, None]
     j_1T = tl.arange(0, SPAN)[None, :]
     at_TT, in_TT = matrix_at(tokens, 0, 0, HV, C, SPAN)
-    at_t_TT = j_1T * (HV * C) + i_T1 % C
-    in_t_TT = (j_1T < tokens) & (i_T1 // C == j_1T // C)
     dq_sum_TK = tl.zeros([SPAN, BK], tl.float32)
     dk_sum_TK = tl.zeros([SPAN, BK], tl.float32)
     q_dot_T1 = tl.zeros([SPAN, 1], tl.float32)
@@ -829,7 +914,9 @@ def gradient_kernel(
         dq_TK = tl.zeros([SPAN, BK], tl.float32)
         dk_TK = tl.zeros([SPAN, BK], tl.float32)
         dk_end_TK = tl.zeros([SPAN, BK], tl.float32)
-        carried_TK = tl.zeros([SPAN, BK], tl.float32)
+        if DECAY == "channel":
+            carried_TK = tl.zeros([SPAN, BK], tl.float32)
+        carried_T1 = tl.zeros([SPAN, 1], tl.float32)
         for part in tl.static_range(SPAN // C):
             chunk_head = (first_chunk + part).to(tl.int64) * HV + hv
             own_T1 = (i_T1 // C == part) & (i_T1 < tokens)
@@ -852,12 +939,18 @@ def gradient_kernel(
                 dk_end_TK += tl.dot(new_TV, dstate_VK, input_precision=PRECISION)
                 if DECAY != "none":
                     carried_K += tl.sum(state_VK.to(tl.float32) * dstate_VK.to(tl.float32), axis=0)
-            if DECAY != "none":
-                # at the chunk's last row, tokens or not: the running sum takes it to every row
+            # at the chunk's last row, tokens or not: the running sum takes it to every row
+            if DECAY == "channel":
                 carried_TK += tl.where(i_T1 == part * C + C - 1, carried_K[None, :], 0.0)
+            if DECAY == "head":
+                carried_T1 += tl.where(i_T1 == part * C + C - 1, tl.sum(carried_K), 0.0)
         dq_TK *= scale
+        FAST: tl.constexpr = (DECAY == "channel") & (LEAF == 16) & (C == 64)
         if DECAY == "channel":
-            through_TK, past_TK = segment_sums(g_TK, C, SPAN, BK)
+            if FAST:
+                leaf_through_TK, leaf_past_TK, through_TK, past_TK, sibling_TK = leaf_sums(g_TK, LEAF, C, SPAN, BK)
+            else:
+                through_TK, past_TK = segment_sums(g_TK, C, SPAN, BK)
             through_TK = tl.exp(through_TK)
             dq_TK *= through_TK
             dk_TK *= through_TK
@@ -869,46 +962,100 @@ def gradient_kernel(
             dq_TK *= through_T1
             dk_TK *= through_T1
             dk_end_TK *= tl.exp(past_T1)
-            carried_TK *= through_T1
+            dg_T1 = row_sum(q_TK * dq_TK + k_TK * dk_TK) + carried_T1 * through_T1
+            ending_T1 = row_sum(k_TK * dk_end_TK)
         # what a chunk leaves to its end is decayed by every later step of the chunk: sum of the rows before
-        dg_TK = q_TK * dq_TK + k_TK * dk_TK + carried_TK
-        ending_TK = k_TK * dk_end_TK
+        if DECAY == "channel":
+            ending_TK = k_TK * dk_end_TK
+            dg_TK = q_TK * dq_TK + k_TK * dk_TK + carried_TK
+            if FAST:
+                dg_TK -= ending_TK
+                ending_M1K = tl.sum(tl.reshape(ending_TK, (SPAN // C, C, BK)), axis=1, keep_dims=True)
         dk_TK += dk_end_TK
         dscore = grad_scores + token_head * C
         dsolve = grad_solve
         if DELTA:
             dsolve += token_head * C
         if DECAY == "channel":
-            for level in tl.static_range(LOG_LEAF, LOG_C):
-                factor_TK = half_factor(g_TK, 1 << level, SPAN, BK)
-                level_TT = in_TT & half_mask(i_T1, j_1T, 1 << level)
-                level_t_TT = in_t_TT & half_mask(j_1T, i_T1, 1 << level)
-                dq_TK, dk_TK, dg_TK = gram_products(
-                    dq_TK, dk_TK, dg_TK, q_TK, k_TK, factor_TK, factor_TK, dscore, dsolve, at_TT, at_t_TT,
-                    level_TT, level_t_TT, DELTA, MMA, PRECISION,
-                )  # fmt: skip
-            if LEAF > 1:
-                decay_TK = leaf_decay(g_TK, LEAF, SPAN, BK)
-                level_TT = in_TT & lower_mask(i_T1, j_1T, LEAF)
-                level_t_TT = in_t_TT & lower_mask(j_1T, i_T1, LEAF)
-                dq_TK, dk_TK, dg_TK = gram_products(
-                    dq_TK, dk_TK, dg_TK, q_TK, k_TK, tl.exp(decay_TK), tl.exp(-decay_TK), dscore, dsolve, at_TT,
-                    at_t_TT, level_TT, level_t_TT, DELTA, MMA, PRECISION,
-                )  # fmt: skip
-            _, past_TK = segment_sums(dg_TK, C, SPAN, BK)
-            before_TK, _ = segment_sums(ending_TK, C, SPAN, BK)
-            # dG of this row and those after, and what the rows before leave to the end of the chunk
-            dg_TK += past_TK + before_TK - ending_TK
+            if FAST:
+                # rows beyond their sibling, seen from the middle of the chunk
+                far_T1 = (i_T1 // LEAF) % 2 == (i_T1 // 32) % 2
+                upper_T1 = (i_T1 // 32) % 2 == 1
+                log_TK = tl.where(upper_T1, leaf_through_TK, leaf_past_TK) + tl.where(far_T1, sibling_TK, 0.0)
+                if within_reach(g_TK, 32, SPAN, BK):
+                    log_TK = tl.where(upper_T1, log_TK, -log_TK)
+                    dq_TK, dk_TK, dg_TK = gram_products(
+                        dq_TK, dk_TK, dg_TK, q_TK, k_TK, tl.exp(log_TK), tl.exp(-log_TK), dscore, dsolve, at_TT,
+                        in_TT, DELTA, MMA, PRECISION,
+                    )  # fmt: skip
+                else:
+                    factor_TK = tl.exp(log_TK)
+                    dq_TK, dk_TK, dg_TK = gram_products(
+                        dq_TK, dk_TK, dg_TK, q_TK, k_TK, factor_TK, factor_TK, dscore, dsolve, at_TT,
+                        in_TT & half_mask(i_T1, j_1T, 32), DELTA, MMA, PRECISION,
+                    )  # fmt: skip
+                    upper_T1 = (i_T1 // LEAF) % 2 == 1
+                    if within_reach(g_TK, LEAF, SPAN, BK):
+                        log_TK = tl.where(upper_T1, leaf_through_TK, -leaf_past_TK)
+                        dq_TK, dk_TK, dg_TK = gram_products(
+                            dq_TK, dk_TK, dg_TK, q_TK, k_TK, tl.exp(log_TK), tl.exp(-log_TK), dscore, dsolve, at_TT,
+                            in_TT & (i_T1 // 32 == j_1T // 32), DELTA, MMA, PRECISION,
+                        )  # fmt: skip
+                    else:
+                        factor_TK = tl.exp(tl.where(upper_T1, leaf_through_TK, leaf_past_TK))
+                        dq_TK, dk_TK, dg_TK = gram_products(
+                            dq_TK, dk_TK, dg_TK, q_TK, k_TK, factor_TK, factor_TK, dscore, dsolve, at_TT,
+                            in_TT & half_mask(i_T1, j_1T, LEAF), DELTA, MMA, PRECISION,
+                        )  # fmt: skip
+                        decay_TK = leaf_decay(g_TK, LEAF, SPAN, BK)
+                        dq_TK, dk_TK, dg_TK = gram_products(
+                            dq_TK, dk_TK, dg_TK, q_TK, k_TK, tl.exp(decay_TK), tl.exp(-decay_TK), dscore, dsolve,
+                            at_TT, in_TT & (i_T1 // LEAF == j_1T // LEAF), DELTA, MMA, PRECISION,
+                        )  # fmt: skip
+            else:
+                for level in tl.static_range(LOG_LEAF, LOG_C):
+                    factor_TK = half_factor(g_TK, 1 << level, SPAN, BK)
+                    dq_TK, dk_TK, dg_TK = gram_products(
+                        dq_TK, dk_TK, dg_TK, q_TK, k_TK, factor_TK, factor_TK, dscore, dsolve, at_TT,
+                        in_TT & half_mask(i_T1, j_1T, 1 << level), DELTA, MMA, PRECISION,
+                    )  # fmt: skip
+                if LEAF > 1:
+                    decay_TK = leaf_decay(g_TK, LEAF, SPAN, BK)
+                    # the same leaf: 0 on and above the diagonal as stored, and such a mask is loaded in vectors
+                    dq_TK, dk_TK, dg_TK = gram_products(
+                        dq_TK, dk_TK, dg_TK, q_TK, k_TK, tl.exp(decay_TK), tl.exp(-decay_TK), dscore, dsolve, at_TT,
+                        in_TT & (i_T1 // LEAF == j_1T // LEAF), DELTA, MMA, PRECISION,
+                    )  # fmt: skip
+            if FAST:
+                # one scan: the sum of the rows from here on, and of what the rows before leave to the chunk's end
+                dg_MTK = tl.reshape(dg_TK, (SPAN // C, C, BK))
+                total_M1K = tl.sum(dg_MTK, axis=1, keep_dims=True) + ending_M1K
+                dg_TK = tl.reshape(dg_MTK + (total_M1K - tl.cumsum(dg_MTK, axis=1)), (SPAN, BK))
+            else:
+                _, past_TK = segment_sums(dg_TK, C, SPAN, BK)
+                before_TK, _ = segment_sums(ending_TK, C, SPAN, BK)
+                # dG of this row and those after, and what the rows before leave to the end of the chunk
+                dg_TK += past_TK + before_TK - ending_TK
             tl.store(grad_g + at_TK, dg_TK.to(grad_g.dtype.element_ty), mask=in_TK)
         else:
             # the grams' gradients hold the decay between the rows already
-            one_TK = tl.full([SPAN, BK], 1.0, tl.float32)
-            dq_TK, dk_TK, dg_TK = gram_products(
-                dq_TK, dk_TK, dg_TK, q_TK, k_TK, one_TK, one_TK, dscore, dsolve, at_TT, at_t_TT, in_TT, in_t_TT,
-                DELTA, MMA, PRECISION,
-            )  # fmt: skip
+            dscore_TT = tl.load(dscore + at_TT, mask=in_TT, other=0.0)
+            if DELTA:
+                dsolve_TT = tl.load(dsolve + at_TT, mask=in_TT, other=0.0)
+            near_TK = q_TK.to(MMA)
+            far_TK = k_TK.to(MMA)
+            row_TK = tl.dot(dscore_TT, far_TK, input_precision=PRECISION)
+            dq_TK += row_TK
+            both_TK = near_TK * row_TK
+            row_TK = -tl.dot(tl.trans(dscore_TT), near_TK, input_precision=PRECISION)
+            dk_TK -= row_TK
+            if DELTA:
+                column_TK = tl.dot(tl.trans(dsolve_TT), far_TK, input_precision=PRECISION)
+                far_row_TK = tl.dot(dsolve_TT, far_TK, input_precision=PRECISION)
+                dk_TK += far_row_TK + column_TK
+                row_TK += far_row_TK - column_TK
             if DECAY == "head":
-                dg_T1, ending_T1 = row_sum(dg_TK), row_sum(ending_TK)
+                dg_T1 += row_sum(both_TK + far_TK * row_TK)
                 _, past_T1 = segment_sums_of_scalars(dg_T1, C, SPAN)
                 before_T1, _ = segment_sums_of_scalars(ending_T1, C, SPAN)
                 dg_T1 += past_T1 + before_T1 - ending_T1

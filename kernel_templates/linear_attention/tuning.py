@@ -22,7 +22,7 @@ BASE: dict[str, Any] = {
     "prepare_warps": 4,
     "prepare_registers": None,
     "gram_rows": 32,
-    "gram_bk": 32,
+    "gram_bk": 16,
     "gram_warps": 2,
     "gram_stages": 1,
     "gram_registers": None,
@@ -52,7 +52,7 @@ BASE: dict[str, Any] = {
 SCANS = [(bv, warps, stages) for bv in (16, 32, 64, 128) for warps in (4, 8) for stages in (2, 3)]
 VARIANTS: dict[str, list[dict[str, Any]]] = {
     "prepare": [{"prepare_bk": bk, "prepare_warps": w} for bk, w in ((32, 4), (32, 8), (64, 4), (64, 8), (128, 16))],
-    "gram": [{"gram_bk": bk, "gram_warps": w} for bk in (32, 64) for w in (2, 4)],
+    "gram": [{"gram_bk": bk, "gram_warps": w} for bk in (16, 32, 64) for w in (2, 4)],
     "scan": [{"scan_bv": bv, "scan_warps": w, "scan_stages": s} for bv, w, s in SCANS],
     "output": [{"output_bv": bv, "output_warps": w} for bv in (64, 128) for w in (4, 8)],
     "reverse": [{"reverse_bv": bv, "reverse_warps": w, "reverse_stages": s} for bv, w, s in SCANS],

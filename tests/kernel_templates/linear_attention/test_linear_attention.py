@@ -152,7 +152,17 @@ def test_wide_head_dims(dims):
 
 @pytest.mark.parametrize(
     ("variant", "dtype", "kind"),
-    [("kda", "bfloat16", "bounded"), ("kda", "float32", "strong"), ("gated-delta", "float32", "real")],
+    [
+        # one block, blocks of 32 rows, blocks of 16 rows: what the decays allow
+        ("kda", "bfloat16", "slow"),
+        ("kda", "bfloat16", "bounded"),
+        ("kda", "bfloat16", "strong"),
+        ("kda", "float32", "strong"),
+        # a beta far below fp16's smallest number, in which the solve's factors are
+        ("kda", "bfloat16", "beta_edges"),
+        ("gated-delta", "bfloat16", "beta_edges"),
+        ("gated-delta", "float32", "real"),
+    ],
 )
 def test_chunks_of_64_in_halves(variant, dtype, kind):
     spec = make_spec(dtype, group=1, dims=(40, 32), **VARIANTS[variant])
