@@ -25,6 +25,7 @@ def make(benchmark: Benchmark, device: torch.device, seed: int = 0) -> dict[str,
         "gated_activation": _rows,
         "short_convolution": _convolution,
         "hyper_connection": _streams,
+        "attention_residual": _sources,
         "moe": _experts,
         "linear_cross_entropy": _loss,
         "rotary": _rotary,
@@ -63,6 +64,12 @@ def _streams(benchmark: Benchmark, normal: Any) -> dict[str, Tensor | None]:
         "base": normal(spec.columns, dtype=torch.float32),
         "scale": normal(spec.parts, dtype=torch.float32),
     }
+
+
+def _sources(benchmark: Benchmark, normal: Any) -> dict[str, Tensor | None]:
+    spec: Any = benchmark.spec
+    sources = {f"v{i}": normal(1, benchmark.tokens, spec.hidden) for i in range(spec.sources)}
+    return {"query": normal(spec.hidden, scale=spec.hidden**-0.5), **sources}
 
 
 def _loss(benchmark: Benchmark, normal: Any) -> dict[str, Tensor | None]:

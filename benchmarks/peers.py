@@ -265,6 +265,40 @@ def compiled_kl_divergence(benchmark: Benchmark, t: Inputs) -> Call:
     return lambda: loss(t["scores"], t["target"], t["count"])
 
 
+def fla_attention_residual(benchmark: Benchmark, t: Inputs) -> Call:
+    """flash-linear-attention's fused_attnres on the list of sources; releases up to 0.6.0 may not have it."""
+    fused_attnres = _imported("fla.ops.attnres", "fused_attnres")
+
+    spec: Any = benchmark.spec
+    weight = torch.ones_like(t["query"])
+    sources = [t[f"v{i}"] for i in range(spec.sources)]
+
+    def call() -> Tensor:
+        found = fused_attnres(t["query"], sources, weight, rms_eps=spec.eps, scale=spec.scale)
+        h: Tensor = found[0] if isinstance(found, tuple) else found
+        return h
+
+    return call
+
+
+def compiled_attention_residual(benchmark: Benchmark, t: Inputs) -> Call:
+    """The definition in fp32, compiled."""
+    spec: Any = benchmark.spec
+
+    @torch.compile
+    def read(query: Tensor, *sources: Tensor) -> Tensor:
+        scores = torch.stack([
+            torch.nn.functional.rms_norm(v.float(), (spec.hidden,), None, spec.eps) @ query.float() for v in sources
+        ])  # fmt: skip
+        p = (spec.scale * scores).softmax(0)
+        h = sum(
+            (p[i].unsqueeze(-1) * v.float() for i, v in enumerate(sources)), start=torch.zeros_like(sources[0]).float()
+        )
+        return h.to(sources[0].dtype)
+
+    return lambda: read(t["query"], *[t[f"v{i}"] for i in range(spec.sources)])
+
+
 def _joined(t: Inputs, kind: str) -> Tensor:
     """q or k with its rotary part behind it."""
     joined: Tensor = torch.cat([t[kind], t[f"{kind}_rope"]], -1) if f"{kind}_rope" in t else t[kind]
@@ -334,6 +368,8 @@ PEERS: dict[str, Callable[[Benchmark, Inputs], Call]] = {
     "torch.compile.kl_divergence": compiled_kl_divergence,
     "torch.gathered_attention": torch_gathered_attention,
     "torch.masked_attention": torch_masked_attention,
+    "fla.attention_residual": fla_attention_residual,
+    "torch.compile.attention_residual": compiled_attention_residual,
     "liger.fused_linear_cross_entropy": liger_fused_linear_cross_entropy,
     "fla.fused_linear_cross_entropy": fla_fused_linear_cross_entropy,
     "torch.compile.cross_entropy": compiled_cross_entropy,

@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
+from kernel_templates.attention_residual.spec import Spec as AttentionResidual
 from kernel_templates.gated_activation.spec import Spec as GatedActivation
 from kernel_templates.hyper_connection.spec import Spec as HyperConnection
 from kernel_templates.indexer.spec import Spec as Indexer
@@ -161,6 +162,20 @@ BENCHMARKS: tuple[Benchmark, ...] = (
         peers=("torch.routing", "torch.compile.routing"),
         tiny={"experts": 16, "top_k": 3},
     ),
+    Benchmark(
+        name="attention_residual_8192x7168_l9",
+        spec=AttentionResidual(hidden=7168, sources=9),
+        tokens=8192,
+        peers=("fla.attention_residual", "torch.compile.attention_residual"),
+        tiny={"hidden": 24},
+    ),
+    Benchmark(
+        name="attention_residual_32768x4096_l8",
+        spec=AttentionResidual(hidden=4096, sources=8),
+        tokens=32768,
+        peers=("fla.attention_residual", "torch.compile.attention_residual"),
+        tiny={"hidden": 24},
+    ),
     _indexer("indexer_8192_h64_k2048", 8192, 64),
     _indexer("indexer_32768_h32_k2048", 32768, 32),
     _indexer("indexer_32768_h64_k2048", 32768, 64),
@@ -233,6 +248,9 @@ VARIANTS: dict[str, OperatorSpec] = {
     "hyper-connection": HyperConnection(hidden=4096),
     "hyper-connection, independent": HyperConnection(hidden=4096, rounds=0, post_factor=1.5, post_floor=1e-6),
     "hyper-connection, collapse": HyperConnection(hidden=4096, rounds=0, post=False),
+    "attention residual": AttentionResidual(hidden=7168),
+    "attention residual, 2 sources": AttentionResidual(hidden=4096, sources=2),
+    "attention residual, 24 sources, scaled": AttentionResidual(hidden=2048, sources=24, scale=0.25, eps=1e-5),
     "loss": Loss(hidden=2304, vocabulary=163840),
     "loss, frozen": Loss(hidden=2304, vocabulary=163840, frozen=True),
     "loss, capped": Loss(hidden=2304, vocabulary=256000, softcap=30.0),

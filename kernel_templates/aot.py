@@ -147,6 +147,8 @@ def compile_launch(launch: Launch, arch: int) -> Any:
     from triton.runtime.jit import MockTensor, create_function_from_signature
 
     def mock(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(mock, value))
         return MockTensor(value.dtype, list(value.shape)) if isinstance(value, torch.Tensor) else value
 
     kernel = launch.kernel

@@ -15,6 +15,7 @@ FAMILIES = (
     "linear_attention",
     "short_convolution",
     "hyper_connection",
+    "attention_residual",
     "linear_cross_entropy",
     "rotary",
     "routing",

@@ -58,6 +58,8 @@ CAPS: dict[str, Cap] = {
     # gradients: up to two roundings of dz, one of the sum, one after scaling by what flows in
     "linear_cross_entropy": Cap(output=4e-3, gradient=5e-3),
     "hyper_connection": Cap(output=4e-3, gradient=5e-3),
+    # <dh, h> is taken from the rounded h; what it leaves of a score's gradient is a difference
+    "attention_residual": Cap(output=4e-3, gradient=5e-3, by_gradient=(("query", 1e-2),)),
     # gradients of products are rounded before the next product, and each key's part once
     "indexer": Cap(output=4e-3, gradient=6e-3),
     # gradients: dS or P rounded, delta from a rounded output, each key's part once, the result; a sink's gradient is a sum

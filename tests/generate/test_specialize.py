@@ -36,6 +36,7 @@ SMALL = {
     "linear_cross_entropy": {"hidden": 32, "vocabulary": 200},
     "rotary": {"heads": 2, "key_heads": 1, "head_dim": 16, "rotary_dim": 16},
     "routing": {"experts": 16, "top_k": 3},
+    "attention_residual": {"hidden": 24},
     "indexer": {"top_k": 4, "heads": 2, "head_dim": 16},
     "sparse_attention": {"heads": 4, "key_dim": 24, "value_dim": 24, "top_k": 9},
     "moe": {"experts": 4, "top_k": 2, "hidden": 32, "intermediate": 16},
@@ -156,6 +157,8 @@ def _rows():
         yield pytest.param(family, flags, marks=pytest.mark.slow if slow else ())
     for flags in CONVOLUTIONS:
         yield pytest.param("short_convolution", flags)
+    for flags in ({}, {"sources": 2, "scale": 0.5}):
+        yield pytest.param("attention_residual", flags)
     for flags in ({}, {"activation": "none", "weighted": False}, {"operation": "objective"}):
         yield pytest.param("indexer", flags)
     latent = {"rope": True, "rope_dim": 8, "sink": True, "target": True, "scale": 0.2}

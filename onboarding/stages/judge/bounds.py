@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import functools
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -51,10 +52,19 @@ def check(addresses: Any, mask: Any, itemsize: int, what: str) -> None:
         raise OutOfBoundsError(f"it {what} {address - near[1]} bytes past the end of {near[2]}")
 
 
+def _each(arguments: Iterable[Any]) -> Iterator[Any]:
+    """Arguments, those in tuples as well."""
+    for argument in arguments:
+        if isinstance(argument, (tuple, list)):
+            yield from _each(argument)
+        else:
+            yield argument
+
+
 def extents(arguments: list[Any]) -> Extents:
     """Storages of the tensors among a launch's arguments."""
     found: dict[int, tuple[int, int, str]] = {}
-    for argument in arguments:
+    for argument in _each(arguments):
         tensor = getattr(argument, "base", argument)
         if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().nbytes():
             storage = tensor.untyped_storage()
