@@ -187,5 +187,5 @@ def _layout(run: Run) -> list[float]:
 def _model(run: Run) -> list[float]:
     work = run.setting.work
     sizes = (work.hidden, max(work.forward(4096), 1.0), max(work.expert_width, 512), max(work.top_k, 1))
-    kinds = (work.experts > 0, work.attention_flops > 1e6)
+    kinds = (work.experts > 0, work.scan_flops > 0)
     return [float(np.log2(n)) for n in sizes] + [2.0 * kind for kind in kinds]

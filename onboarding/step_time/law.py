@@ -1,6 +1,7 @@
 """The time of one step from its terms, and the few physical parameters that turn published rates into real ones.
 
-    busy  = linear / e + experts / e' + attention / a + vector + routed rows + logits + exchange + tensor + context
+    busy  = linear / e + experts / e' + attention / a + scans / s
+            + vector + routed rows + logits + exchange + tensor + context
     step  = soft maximum(busy, launches) (1 + b bubble) + waits for weights + optimizer
 
 A matrix product reaches ``e = sustained (power share)^alpha / (1 + c ridge / size)``: at small sizes it is bound by the
@@ -45,6 +46,7 @@ PRIORS: dict[str, Prior] = {
     **{f"products {k}": Prior(median=m, spread=0.25, words="share of the peak") for k, m in _SHARES.items()},
     "attention hopper": Prior(median=0.45, spread=0.3, words="share of the bf16 peak at large head dims"),
     "attention blackwell": Prior(median=0.4, spread=0.3, words="share of the bf16 peak at large head dims"),
+    "scans": Prior(median=0.05, spread=1.0, words="share of the bf16 peak that recurrences reach"),
     "head dim": Prior(median=30, spread=0.7, words="at which attention reaches half of that"),
     "product size": Prior(median=1.0, spread=0.6, words="c of shared products"),
     "expert size": Prior(median=1.0, spread=0.6, words="c of experts' products"),
@@ -67,7 +69,7 @@ PRIORS: dict[str, Prior] = {
     "sharded weights": Prior(median=0.3, spread=0.8, words="exposed gathers and sums, weights sharded"),
     "bubble": Prior(median=0.9, spread=0.3, words="of the idle share that the schedule says"),
 }
-"""By name; 31 numbers, most of them far better known than the spread says."""
+"""By name; 34 numbers, most of them far better known than the spread says."""
 NAMES = tuple(PRIORS)
 MEDIANS: Array = np.log([PRIORS[name].median for name in NAMES])
 SPREADS: Array = np.array([PRIORS[name].spread for name in NAMES])
@@ -127,6 +129,7 @@ def parts(table: Table, logs: Array) -> dict[str, Array]:
         "shared matrix products": linear,
         "experts": experts,
         "attention": attention,
+        "recurrences": x["scans"] / (p["scans"] * own),
         "elementwise": p["vector"] * x["vector"] + p["logits"] * x["logits"],
         "rows to experts and back": p["routed vector"] * x["routed_vector"],
         "all-to-all": p["exchange inside"] * x["exchange_inside"] + p["exchange between"] * x["exchange_between"],

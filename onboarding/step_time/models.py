@@ -42,6 +42,7 @@ class _Sum:
     moe_layers: int = 0
     slope: float = 0.0
     constant: float = 0.0
+    scanned: float = 0.0
     largest: float = 0.0
     written: float = 0.0
     """By routed experts, for one token."""
@@ -72,7 +73,7 @@ class _Sum:
     def mamba2(self, heads: int, head: int, state: int, groups: int) -> _Part:
         """A Mamba-2 mixer."""
         inner = heads * head
-        self.constant += 4 * inner * state
+        self.scanned += 4 * inner * state
         entering = 2 * inner + 2 * groups * state + heads
         # the convolution, the scan and the gated norm write their width once more each
         return _Part(float(self.hidden * (entering + inner)), float(entering + 4 * inner + self.hidden))
@@ -120,6 +121,7 @@ class _Sum:
             linear_flops=2 * (self.always.weights + head),
             attention_slope=self.slope,
             attention_flops=self.constant,
+            scan_flops=self.scanned,
             expert_flops=2 * self.active,
             outputs=self.always.outputs + 2.0 * self.hidden * self.layers,
             routed_outputs=self.written,

@@ -76,6 +76,7 @@ class Terms:
 
     linear: float
     attention: float
+    scans: float
     experts: float
     vector: float
     """Every number that a product or a norm writes, written once and read once."""
@@ -116,6 +117,7 @@ def terms(s: Setting) -> Terms:
     return Terms(
         linear=passes * work.linear_flops * s.tokens / peak,
         attention=both * work.attention(s.seq) * s.tokens / s.system.peak("bf16"),
+        scans=both * work.scan_flops * s.tokens / s.system.peak("bf16"),
         experts=passes * work.expert_flops * s.tokens * s.imbalance / peak,
         vector=2 * s.tokens * work.outputs * BYTES / memory,
         routed_vector=2 * s.tokens * work.routed_outputs * s.imbalance * BYTES / memory,
@@ -141,13 +143,15 @@ def _exchange(s: Setting) -> tuple[float, float]:
     row = 4.0 * s.tokens * work.moe_layers * work.routed_width * BYTES
     domains = max(1.0, s.ep / s.domain)
     mine = min(s.ep, s.domain)
-    inside = row * work.top_k * (1 - 1 / mine) / domains if domains > 1 else row * work.top_k * (1 - 1 / s.ep)
-    # a token that several experts of one domain want crosses to it once
-    reached = (domains - 1) * (1 - (1 - 1 / domains) ** work.top_k)
-    between = row * reached
-    if domains > 1:
-        inside += row * work.top_k * (1 - 1 / domains) * (1 - 1 / mine)
+    # a token goes once to each rank that holds one of its experts, and between domains once to each domain
+    inside = row * _reached(s.ep, work.top_k) * (1 - 1 / mine)
+    between = row * _reached(domains, work.top_k) * (1 - 1 / domains)
     return inside, between
+
+
+def _reached(places: float, choices: int) -> float:
+    """How many of some places get at least one of a token's even choices, on average."""
+    return places * (1 - (1 - 1 / places) ** choices)
 
 
 def _weights(s: Setting) -> tuple[float, float]:

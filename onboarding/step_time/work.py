@@ -1,7 +1,7 @@
 """What one training step of a model has to do, in the few numbers that the step-time model reads. Free of torch.
 
 FLOPs are of one token's forward pass, a multiply-add counted as two; backward takes twice as much. A causal query sees
-(T + 1) / 2 keys on average, so attention's FLOPs are a slope in T and a constant (windows, linear attention, scans).
+(T + 1) / 2 keys on average, so attention's FLOPs are a slope in T and a constant (windows).
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ class Work:
     attention_slope: float = 0.0
     """FLOPs of scores and values for each key that a token sees, over all layers with full attention."""
     attention_flops: float = 0.0
-    """The part of mixing that does not grow with the sequence."""
+    """Of attention that does not grow with the sequence: windows, chosen keys."""
+    scan_flops: float = 0.0
+    """Of recurrences along the sequence: linear attention, state spaces."""
     expert_flops: float = 0.0
     """Products with routed experts' weights."""
     outputs: float = 0.0
@@ -63,7 +65,7 @@ class Work:
 
     def forward(self, tokens: int) -> float:
         """FLOPs of one token's forward pass."""
-        return self.linear_flops + self.expert_flops + self.attention(tokens)
+        return self.linear_flops + self.expert_flops + self.attention(tokens) + self.scan_flops
 
     def largest_block(self, ep: int) -> float:
         """Parameters of a block that one rank gathers when experts are spread over ``ep`` ranks."""
@@ -107,7 +109,8 @@ def work_of(architecture: Architecture) -> Work:
         routed_outputs=0.0,
         head_dim=_head_dim(architecture),
         attention_slope=slope,
-        attention_flops=sums["attention"] + sums["scan"],
+        attention_flops=sums["attention"],
+        scan_flops=sums["scan"],
         expert_flops=sums["experts"],
         moe_layers=moe_layers,
         experts=int(experts.get("experts", 0)) or role.experts,
@@ -144,6 +147,7 @@ def part_of(architecture: Architecture, work: Work, layers: dict[int, int]) -> W
         linear_flops=(work.linear_flops - head) * share + head,
         attention_slope=work.attention_slope * share,
         attention_flops=work.attention_flops * share,
+        scan_flops=work.scan_flops * share,
         expert_flops=work.expert_flops * of_routed,
         outputs=work.outputs * share,
         routed_outputs=work.routed_outputs * of_routed,

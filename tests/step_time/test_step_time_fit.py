@@ -77,9 +77,9 @@ def test_a_group_is_judged_by_a_fit_without_it(monkeypatch: pytest.MonkeyPatch) 
 
 def test_the_same_layout_in_another_release_is_held_out_too(monkeypatch: pytest.MonkeyPatch) -> None:
     protocol = next(p for p in PROTOCOLS if p.name == "another layout")
-    runs = [r for r in published() if r.setting.work.name == "kimi-k2"]
+    runs = [r for r in published() if r.setting.work.name == "kimi-k2"]  # one layout, four releases
     monkeypatch.setattr(validate, "fit", lambda rest: pytest.fail("nothing is left to fit on"))
-    assert judge(runs, protocol) == []  # one layout in four releases: no other layout knows of the model
+    assert judge(runs, protocol) == []
 
 
 def test_rank_correlation_and_summary() -> None:
