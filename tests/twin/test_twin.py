@@ -71,8 +71,10 @@ def test_grouping_of_heads_and_experts_is_kept(plans: dict[str, TwinPlan]) -> No
     assert 1 < llama["num_key_value_heads"] < llama["num_attention_heads"]
     deepseek = plans["deepseek-v3"].config
     assert deepseek["num_attention_heads"] == deepseek["num_key_value_heads"]
-    assert 1 < deepseek["topk_group"] < deepseek["n_group"]
+    # the published groups: a routing kernel is made for them
+    assert (deepseek["n_group"], deepseek["topk_group"]) == (8, 4)
     assert deepseek["n_routed_experts"] % deepseek["n_group"] == 0
+    assert deepseek["n_routed_experts"] >= 2 * deepseek["n_group"]
     assert deepseek["num_experts_per_tok"] < deepseek["n_routed_experts"]
     following = plans["qwen3-next-80b-a3b"].config
     assert following["linear_num_value_heads"] == 2 * following["linear_num_key_heads"]
