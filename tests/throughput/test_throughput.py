@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,21 @@ def test_a_twin_is_trained_and_timed() -> None:
     assert run.breakdown[0].layers == 2
     again = Report.model_validate(child.measure(job))
     assert again.runs[0].losses == run.losses, "the same seed trains the same way"
+
+
+def test_a_bundle_that_fails_leaves_the_other_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    plan = derive(config("qwen3-30b-a3b"), layers_at_least=2, sequence_length=32)
+    (tmp_path / "apply.py").write_text("def apply(*a, **k):\n    raise ValueError('kernel refused')\n")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "apply", raising=False)
+    job = child.Job(
+        plan=plan.to_json(), config={}, device="cpu", labels=["0"] * 48, seed=0, batch=1, sequence_length=32, warm=0,
+        steps=1, bundles=[None, str(tmp_path)], digests=[], adapters=False,
+    )  # fmt: skip
+    report = Report.model_validate(child.measure(job))
+    assert [run.bundle for run in report.runs] == [False]
+    assert report.bundle_failure == "ValueError: kernel refused"
+    monkeypatch.delitem(sys.modules, "apply")
 
 
 def test_a_slice_of_published_width_trains_with_adapters(monkeypatch: pytest.MonkeyPatch) -> None:

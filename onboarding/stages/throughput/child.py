@@ -7,6 +7,7 @@ Writes ``report.json`` into the working directory and prints a JSON line a step.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import statistics
@@ -90,8 +91,19 @@ def measure(job: Job) -> dict[str, Any]:
         plan = TwinPlan.from_json(job.plan)
     else:
         plan = cut(job.config, memory_of(device))
-    runs = [train(job, plan, bundle, device) for bundle in job.bundles]
-    return {"sizes": plan.sizes, "layers": list(plan.layers), "runs": runs}
+    runs, failure = [], ""
+    for bundle in job.bundles:
+        try:
+            runs.append(train(job, plan, bundle, device))
+        except Exception as error:
+            if bundle is None:
+                raise
+            # what was measured without the bundle stays worth telling
+            failure = f"{type(error).__name__}: {str(error)[:300]}"
+        gc.collect()  # patched forwards hold their model in a cycle
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return {"sizes": plan.sizes, "layers": list(plan.layers), "runs": runs, "bundle_failure": failure}
 
 
 def memory_of(device: torch.device) -> int:

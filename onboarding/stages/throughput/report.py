@@ -34,3 +34,5 @@ class Report(BaseModel):
     sizes: dict[str, int | str]
     layers: list[int]
     runs: list[Run] = Field(min_length=1)
+    bundle_failure: str = ""
+    """Why the run with the bundle is missing."""

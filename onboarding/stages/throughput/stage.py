@@ -160,7 +160,10 @@ def _result(
         roofline=None
         if device is None
         else Roofline(tflops=device.tflops, bandwidth=device.bandwidth, basis=device.basis),
-        not_measured=not_measured(cpu=cpu, kernels=kernels, known=device is not None, device=align.device),
+        not_measured=[
+            *([f"The run with the bundle failed: {report.bundle_failure}"] if report.bundle_failure else []),
+            *not_measured(cpu=cpu, kernels=kernels, known=device is not None, device=align.device),
+        ],
         corpus=CORPUS,
         seconds=round(time.monotonic() - begun, 1),
     )
