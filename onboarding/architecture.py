@@ -22,6 +22,7 @@ Hook = Literal[
     "linear_cross_entropy",
     "rotary",
     "routing",
+    "sparse_attention",
 ]
 
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from onboarding.problem import Problem
 from onboarding.stages.parse.repair import Attempt, with_repairs
+from onboarding.stages.parse.structure import embedding_of
 from onboarding.twin import layers, models, shrink
 from onboarding.twin.plan import TwinPlan
 
@@ -110,10 +111,14 @@ def _search(
     known = models.with_implied_rope(published, models.fields_of(whole), path)
     per_layer = layers.per_layer_fields(text, len(layers.decoder_layers(published)[1]))
     all_kinds = layers.kinds(published, text, per_layer)
-    for rule in shrink.rules_for(models.fields_of(stack, derived=True), sequence_length):
+    factors = _depth_factors(whole, known, path, text, len(all_kinds))
+    sizes_of = models.fields_of(stack, derived=True)
+    sizes_of.setdefault("hidden_size", int(embedding_of(published).shape[-1]))
+    for rule in shrink.rules_for(sizes_of, sequence_length):
         small = shrink.shrink(known, rule)
         for chosen in layers.selections(all_kinds, layers_at_least):
             fields = {**_cut(small, path, text, chosen, all_kinds), **architectures}
+            fields = _with(fields, path, {k: len(chosen) // n for k, n in factors.items() if len(chosen) % n == 0})
             label = f"{'tied' if rule.tied else 'free'} sizes (heads / {rule.heads:g}), layers {chosen}"
             expected = [all_kinds[i] for i in chosen]
 
@@ -131,6 +136,40 @@ def _search(
             sizes = _sizes(models.stack_fields(twin), twin, sequence_length)
             return TwinPlan(config=fields, class_name=type(twin).__name__, layers=tuple(chosen), sizes=sizes)
     return None
+
+
+def _depth_factors(
+    config: Any, fields: dict[str, Any], path: tuple[str, ...], text: dict[str, Any], depth: int
+) -> dict[str, int]:
+    """Where no field counts the layers: one that does in steps, and the layers of a step (``rounds`` of two each).
+
+    Found by building the model with one of it.
+    """
+    if any(shrink.DEPTH.search(k) and isinstance(v, int) and v and v % depth == 0 for k, v in text.items()):
+        return {}
+    if layers.per_layer_fields(text, depth) or layers.sections(text, depth):
+        return {}
+    numbers = {k: v for k, v in text.items() if isinstance(v, int) and not isinstance(v, bool)}
+    candidates = [k for k, v in numbers.items() if v > 1 and depth % v == 0 and not shrink.known(k)]
+    for name in sorted(candidates, key=lambda k: -numbers[k]):
+        changed = {
+            **_with(fields, path, {name: 1}),
+            "architectures": list(getattr(config, "architectures", None) or []),
+        }
+        try:
+            count = len(layers.decoder_layers(models.on_meta(models.resolve(changed)))[1])
+        except Exception:  # it means something else
+            continue
+        if count * numbers[name] == depth:
+            return {name: count}
+    return {}
+
+
+def _with(fields: dict[str, Any], path: tuple[str, ...], values: dict[str, Any]) -> dict[str, Any]:
+    """Fields of a nested config set."""
+    if not path:
+        return {**fields, **values}
+    return {**fields, path[0]: _with(fields[path[0]], path[1:], values)}
 
 
 def _cut(

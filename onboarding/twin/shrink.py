@@ -39,8 +39,8 @@ EXPERTS_TOP_K = re.compile(
 )
 EXPERT_GROUPS = re.compile(r"^(n_group|num_expert_group)$")
 STATE_SIZE = re.compile(r"(^|_)(d_state|state_size|state_dim)$")
-KV_HEADS = re.compile(r"(kv_heads?|key_value_heads|num_query_groups|multi_query_group_num)$")
-HEAD_COUNT = re.compile(r"(^|_)(num|n)_(.*_)?heads?$|^(num_heads|n_heads?|(en|de)coder_attention_heads)$")
+KV_HEADS = re.compile(r"(kv_heads?|key_value_heads|num_query_groups|multi_query_group_num|^n_kv)$")
+HEAD_COUNT = re.compile(r"(^|_)(num|n)_(.*_)?heads?$|^(num_heads|n_heads?|n_query|(en|de)coder_attention_heads)$")
 HEAD_SIZE = re.compile(
     r"(head_dim|head_size|d_head|d_kv|head_width|kv_channels|headdim|rotary_dim|rope_dim|rotary_ndims)$"
 )
@@ -52,7 +52,7 @@ LATENTS = re.compile(r"^latent_query_num$")
 WIDTH = re.compile(
     r"(^|_)(hidden_size|hidden_size_global|d_model|n_embd|n_inner|d_ssm|lru_width|d_inner|emb_dim|embedding_dim|feed_forward_size|intermediate|intermediate_size|ffn_dim|embed_dim"
     r"|ffn_hidden_size|hidden_dim|feedforward_dim|width|out_hidden_size|expert_size|shared_size|channels_size|hidden"
-    r"|intermediate_size_mlp|hidden_size_per_layer_input|latent_size|latent_dim|embedding_size|expand_dim|ff_dim|d_ff|mlp_dim|projection_dim)$"
+    r"|intermediate_size_mlp|hidden_size_per_layer_input|latent_size|latent_dim|embedding_size|expand_dim|ff_dim|d_ff|inner|mlp_dim|projection_dim)$"
 )
 SECTION = re.compile(r"_section$")
 PER_FREQUENCY = re.compile(r"^(short|long)_factor$")
@@ -241,7 +241,8 @@ def _rotating_share(text: dict[str, Any]) -> float:
 
 def _kv_heads(value: int, fields: dict[str, Any], rule: Rule) -> int:
     """Multi-head stays multi-head, multi-query stays multi-query, grouped stays grouped where it can."""
-    heads = int(fields.get("num_attention_heads") or fields.get("num_heads") or value)
+    counts = (v for k, v in _ints(fields) if HEAD_COUNT.search(k) and not KV_HEADS.search(k) and v > 0)
+    heads = int(fields.get("num_attention_heads") or fields.get("num_heads") or next(counts, value))
     small = max(1, round(heads / rule.heads))
     if value == heads:
         return small

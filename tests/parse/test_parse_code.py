@@ -87,6 +87,8 @@ def test_remote_code_with_a_window(folder: Path) -> None:
     layer = attention + 3 * c["hidden_size"] * c["intermediate_size"] + 2 * c["hidden_size"] + 2 * c["head_dim"]
     total = c["num_hidden_layers"] * layer + c["hidden_size"] * (2 * c["vocab_size"] + 1)
     assert a.census.total == total
+    windows = {block.roles.mixers[0].window for block in a.blocks if block.roles}
+    assert windows == {None, 4096}, "flash attention's window is proven on the twin"
     found = families(a)
     assert found["norm"] == 4 * 32 + 1
     assert found["gated_activation"] == 32
@@ -109,6 +111,7 @@ def test_a_state_space_hybrid(folder: Path) -> None:
     channels = inner + 2 * c["mamba_n_groups"] * c["ssm_state_size"]
     mamba = c["hidden_size"] * (2 * inner + channels - inner + c["mamba_num_heads"]) + c["hidden_size"] * inner
     mamba += channels * (c["conv_kernel"] + 1) + 3 * c["mamba_num_heads"] + inner
+    assert mixers(a)[1] == [("full", "GQA", c["num_key_value_heads"], None)], "attention without positions"
     block = next(b for b in a.blocks if b.sequence_dependent)
     assert block.parameters == mamba + 3 * c["hidden_size"] * c["intermediate_size"] + 2 * c["hidden_size"]
 
@@ -123,6 +126,53 @@ def test_a_plain_module(folder: Path) -> None:
     assert target == f"{OWN}tinyformer.parts:GatedMLP"
     paths = [path for use in a.uses for b in use.bindings for path in b.module_paths]
     assert "blocks.3.norm1" in paths, "module names are those of the user's own instance"
+
+
+def mixers(architecture: Architecture) -> list[list[tuple[str, str, int, int | None]]]:
+    """Of each kind of layer: kind, heads, key-value heads, window."""
+    return [
+        [(m.kind, m.heads, m.key_heads, m.window) for m in block.roles.mixers] if block.roles else []
+        for block in architecture.blocks
+    ]
+
+
+@pytest.mark.slow
+def test_rounds_that_share_keys_and_think_about_some_tokens(folder: Path) -> None:
+    """No field counts the layers, half of them make no keys, and half of the feed-forwards choose their tokens."""
+    c, a = config("orbit"), parsed("orbit", folder)
+    depth, d, inner, heads = c["rounds"] * c["blocks_per_round"], c["width"], c["inner"], c["n_query"]
+    assert a.num_layers == depth
+    owners = len(range(0, depth, c["sharing_every"]))
+    keys = 2 * c["n_kv"] * (d // heads) * d
+    total = 2 * c["vocab_size"] * d + depth * (2 * d * d + 3 * d * inner + 2 * d) + owners * keys + depth // 2 * d + d
+    assert a.census.total == total
+    look = ("full", "GQA", c["n_kv"], None)
+    assert sorted(mixers(a)) == sorted([[look], [look, ("novel", "", 0, None)]] * 2)
+    assert [p.claim for p in a.proofs if not p.proven] == ["causal"] * 2, "tokens are chosen by looking at all of them"
+    assert "SparseThinking" in {n.module for n in a.novel_references}
+    norm = next(use for use in a.uses if use.spec["family"] == "norm")
+    assert norm.spec["offset"]
+    assert norm.bindings[0].attributes == {"weight": "gain"}
+
+
+@pytest.mark.slow
+def test_layers_of_three_kinds_with_sizes_of_their_own(folder: Path) -> None:
+    """Attention written out with einsum, local and latent, and a body that looped layers share and run twice."""
+    c, a = config("mosaic"), parsed("mosaic", folder)
+    local = ("sliding", "MHA", c["local_heads"], c["local_window"])
+    latent = ("full", "MLA", c["num_attention_heads"], None)
+    assert mixers(a) == [[local], [latent], [latent, latent]]
+    d, h = c["hidden_size"], c["num_attention_heads"]
+    own = 4 * d * c["local_heads"] * c["local_head_dim"] + 3 * d * c["local_intermediate_size"]
+    body = d * h * (c["nope_dim"] + c["rope_dim"]) + d * (c["kv_rank"] + c["rope_dim"]) + c["kv_rank"]
+    body += c["kv_rank"] * h * (c["nope_dim"] + c["head_dim"]) + h * c["head_dim"] * d + 3 * d * c["intermediate_size"]
+    norms = d * (12 * 2 + 6 * 2 + 6 * 2 * c["loops"] + 1)
+    assert a.census.total == 2 * c["vocab_size"] * d + 12 * own + (6 + 1) * body + norms, "the shared body counts once"
+    assert not [p for p in a.proofs if not p.proven]
+    roles = [block.roles.mixers[0] for block in a.blocks if block.roles]
+    assert [(m.positions, m.rotary_dims) for m in roles] == [
+        ("rope", c["local_head_dim"]), ("partial rope", c["rope_dim"]), ("partial rope", c["rope_dim"]),
+    ]  # fmt: skip
 
 
 def test_an_answer_is_checked(folder: Path) -> None:

@@ -79,14 +79,36 @@ class GateBefore(Norm):
 
 
 def test_honest_norms_are_proven() -> None:
-    plain, offset = prove_norm(Norm(), WIDTH, False, "bfloat16"), prove_norm(OffsetNorm(), WIDTH, False, "bfloat16")
-    assert plain is not None
+    found = [prove_norm(module, WIDTH, False, "bfloat16") for module in (Norm(), OffsetNorm())]
+    assert found[0] is not None
+    assert found[1] is not None
+    (plain, names), (offset, _) = found[0], found[1]
+    assert names == {"weight": "weight"}
     assert (plain.offset, plain.eps, plain.hidden) == (False, 1e-5, WIDTH)
-    assert offset is not None
     assert offset.offset
     gated = prove_norm(Gated(), WIDTH, True, "bfloat16")
     assert gated is not None
-    assert gated.gate == "silu"
+    assert gated[0].gate == "silu"
+
+
+class OwnNames(nn.Module):
+    """A LayerNorm that calls its scale and its bias otherwise, the bias first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.added, self.gain = nn.Parameter(torch.zeros(WIDTH)), nn.Parameter(torch.zeros(WIDTH))
+        self.eps = 1e-5
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(x, (WIDTH,), 1 + self.gain, self.added, self.eps)
+
+
+def test_a_norm_may_call_its_parameters_as_it_likes() -> None:
+    found = prove_norm(OwnNames(), WIDTH, False, "bfloat16")
+    assert found is not None
+    spec, names = found
+    assert (spec.centred, spec.offset, spec.bias) == (True, True, True)
+    assert names == {"weight": "gain", "bias": "added"}
 
 
 @pytest.mark.parametrize("twisted", [HiddenFactor, OtherEpsilon, Centred, StoppedGradient])
@@ -100,8 +122,9 @@ def test_a_gate_in_another_place_is_not_bound() -> None:
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_layer_norm_is_not_taken_for_rms_norm(bias: bool) -> None:
-    spec = prove_norm(nn.LayerNorm(WIDTH, bias=bias), WIDTH, False, "bfloat16")
-    assert spec is not None
+    found = prove_norm(nn.LayerNorm(WIDTH, bias=bias), WIDTH, False, "bfloat16")
+    assert found is not None
+    spec = found[0]
     assert (spec.centred, spec.bias, spec.offset, spec.eps) == (True, bias, False, 1e-5)
 
 

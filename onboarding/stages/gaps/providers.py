@@ -62,6 +62,12 @@ def serve_use(use: OperatorUse, spec: OperatorSpec, device: Device, tokens: int,
         return _grouped_mm(spec, tokens, floor_ms)
     if isinstance(spec, LossSpec):
         return _loss(use, spec, device, tokens)
+    if spec.family == "sparse_attention":
+        basis = (
+            f"every score is computed under a dense mask: {MASKED_ATTENTION_EFFICIENCY:.0%} of peak, measured on H200"
+        )
+        ms = 1e3 * use.eager_flops / (device.tflops * 1e12 * MASKED_ATTENTION_EFFICIENCY)
+        return Provided(provider="torch sdpa with a dense mask", ms=max(floor_ms, ms), basis=basis)
     ms = max(floor_ms, eager_ms(device, use.eager_operators, use.eager_flops, use.eager_bytes))
     what = (
         f"{use.eager_operators:,} torch operators, {use.eager_bytes / 1e9:,.1f} GB, counted in the trace; "

@@ -149,7 +149,7 @@ def _slots(entries: list[dict[str, Any]], module: nn.Module) -> list[list[tuple[
     return list(slots.values())
 
 
-OWN_FILES = {"linear_cross_entropy": "loss", "routing": "routing"}
+OWN_FILES = {"linear_cross_entropy": "loss", "routing": "routing", "sparse_attention": "sparse_attention"}
 """Hooks that stand in a file of their own, with ``install`` and ``mismatch``."""
 
 

@@ -58,7 +58,7 @@ def understand_block(part: Part, step: Observation, ledger: Ledger, sizes: Sizes
 def _shared(part: Part, step: Observation) -> list[Tensor]:
     """Outputs of the dense feed-forwards inside the block."""
     found = []
-    for call in step.inside(part.path, "module"):
+    for call in step.during(part.call, "module"):
         module: Any = call.function
         linear = [m for m in module.children() if isinstance(m, nn.Linear)]
         if call.path != part.path and len(linear) >= 2 and call.results()[0].numel() == part.input.numel():
@@ -69,7 +69,7 @@ def _shared(part: Part, step: Observation) -> list[Tensor]:
 def _readings(parameters: dict[str, nn.Parameter], step: Observation, part: Part) -> Iterator[Reading]:
     stacked = {n: p for n, p in parameters.items() if p.dim() == 3}
     width = part.input.shape[-1]
-    tops = [int(c.inputs["k"]) for c in step.inside(part.path, "topk") if c.inputs.get("k")]
+    tops = [int(c.inputs["k"]) for c in step.during(part.call, "topk") if c.inputs.get("k")]
     for first, down in product(stacked, repeat=2):
         if first == down or stacked[first].shape[0] != stacked[down].shape[0]:
             continue

@@ -55,7 +55,7 @@ def prove_dense(
     module: nn.Module, call: Call, step: Observation, ledger: Ledger, sizes: Sizes, path: str
 ) -> FeedForwardRole | None:
     """A dense feed-forward by its values, proven as a whole; None: it is none that is known."""
-    layers = step.inside(call.path, "linear")
+    layers = step.during(call, "linear")
     if not 2 <= len(layers) <= 3:
         return None
     down = layers[-1]
@@ -236,7 +236,7 @@ def _prove_sum(
     part: Part, call: Call, role: FeedForwardRole, step: Observation, ledger: Ledger, sizes: Sizes, layer: str
 ) -> None:
     """The block's output is a sum of the routed experts' and of what runs for every token."""
-    inside = step.inside(part.path, "module")
+    inside = step.during(part.call, "module")
     routed = call.results()[0]
     x = part.input
     beside = [
@@ -255,7 +255,7 @@ def _prove_sum(
     role.shared = _shared_count(beside, call, role, sizes, layer)
     after = [
         c
-        for c in step.inside(part.path, "linear")
+        for c in step.during(part.call, "linear")
         if c.position > call.position and not any(c.path.startswith(b.path) for b in beside)
     ]
     terms = [routed]
@@ -269,7 +269,7 @@ def _prove_sum(
     target = _before_norm(part, step).detach().double().reshape(-1)
     made = [terms[0].detach().double().reshape(-1)]
     error, fit = _fit([*made, *(c.results()[0].detach().double().reshape(-1) for c in beside)], target)
-    scalars = [c for c in step.inside(part.path, "linear") if c.output.shape[-1] == 1]
+    scalars = [c for c in step.during(part.call, "linear") if c.output.shape[-1] == 1]
     if error > 1e-4 and scalars and len(beside) == 1:
         gate = torch.sigmoid(scalars[0].output.detach().double()).reshape(-1, 1)
         value = beside[0].results()[0].detach().double()
@@ -284,7 +284,7 @@ def _prove_sum(
 
 def _before_norm(part: Part, step: Observation) -> Tensor:
     """What a block gives back, or what its last norm reads where it ends in one."""
-    last = [c for c in step.inside(part.path, "module") if is_norm(_module(c)) and c.results()[0] is part.output]
+    last = [c for c in step.during(part.call, "module") if is_norm(_module(c)) and c.results()[0] is part.output]
     return last[-1].tensors()[0] if last else part.output
 
 

@@ -78,7 +78,7 @@ def _prove_compressed(rows: Tensor, queries: int, keys: int, role: MixerRole, le
 def _prove_best(part: Part, step: Observation, rows: Tensor, role: MixerRole, ledger: Ledger, sizes: Sizes) -> None:
     """The chosen keys are the best by the scores that the indexer computed."""
     queries = rows.shape[-2]
-    tops = [c for c in step.inside(part.path, "topk") if c.results() and c.inputs["scores"].dim() >= 2]
+    tops = [c for c in step.during(part.call, "topk") if c.results() and c.inputs["scores"].dim() >= 2]
     tops = [c for c in tops if c.inputs["scores"].shape[-2] == queries or c.inputs["scores"].numel() > queries]
     most = int(rows.sum(-1).max())
     if not tops:
@@ -140,7 +140,7 @@ def _prove_scores(part: Part, step: Observation, top: Call, role: MixerRole, led
     while scores.dim() > 3:
         scores = scores.squeeze(1) if scores.shape[1] == 1 else scores.flatten(0, 1)
     finite = scores > -1e4
-    for call in step.inside(part.path, "product"):
+    for call in step.during(part.call, "product"):
         if call.position > top.position or not isinstance(call.output, Tensor):
             continue
         for products in _arrangements(call.output.detach().double(), scores):

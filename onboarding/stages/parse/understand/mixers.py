@@ -101,7 +101,7 @@ def _mask_of(call: Call) -> Tensor | None:
 
 def _key_heads(queries: int, keys: int, sizes: Sizes) -> int:
     """Published key heads: a twin with few heads may have made them all equal."""
-    found = sizes.of(keys, r"^(num_key_value_heads|num_kv_heads|n_kv_heads|n_head_kv|multi_query_group_num)$")
+    found = sizes.of(keys, r"^(num_key_value_heads|num_kv_heads|n_kv_heads|n_head_kv|n_kv|multi_query_group_num)$")
     if found == keys and queries == keys:
         return int(sizes.of(keys, r"^(num_attention_heads|num_heads|n_heads?)$", r"head"))
     return int(found)
@@ -247,7 +247,7 @@ def _prove_reach(part: Part, role: MixerRole, mask: Mask, ledger: Ledger) -> Non
 
 def linears(part: Part, step: Observation) -> list[Call]:
     """The linear layers of a part, in order, those of sub-indexers among them."""
-    return step.inside(part.path, "linear")
+    return step.during(part.call, "linear")
 
 
 def depends(target: Tensor, on: Tensor) -> Tensor | None:
@@ -305,6 +305,8 @@ def _prove_latent(part: Part, call: Call, step: Observation, role: MixerRole, le
     if key.shape[1] == 1 and same(key, value):
         return  # one shared head, not expanded
     role.heads = "MLA"
+    if call.function is None:  # written attention has the batch among its heads
+        value = value.reshape(step.ids.shape[0], -1, *value.shape[-2:])
     flat = value.transpose(1, 2).flatten(0, 1).flatten(1)
     error, _ = columns_of(flat, expand.output.flatten(0, -2))
     path = expand.path.removeprefix(_layer_of(part)).lstrip(".")
@@ -349,7 +351,7 @@ def _prove_gate(part: Part, call: Call, step: Observation, role: MixerRole, ledg
     read = last.inputs["x"]
     if read.numel() != out.numel():
         return
-    for norm in step.inside(part.path, "module"):
+    for norm in step.during(part.call, "module"):
         if norm.position > call.position and is_norm(_module(norm)) and same(norm.tensors()[0], out):
             out = norm.results()[0]  # a norm of the output comes first; its form is claimed with the norms
     if same(read, out):

@@ -48,16 +48,16 @@ def place_of(call: Call, view: LayerView, step: Observation) -> str:
 
 
 def _inner_place(call: Call, part: Part, step: Observation) -> str:
-    attention = next((c for c in step.inside(part.path, "attention")), None)
+    attention = next((c for c in step.during(part.call, "attention")), None)
     width = call.results()[0].shape[-1]
     if part.role == "other":
         return "inner"
     if attention is None:
-        after = [c for c in step.inside(part.path, "linear") if c.position > call.position]
+        after = [c for c in step.during(part.call, "linear") if c.position > call.position]
         return "output" if len(after) == 1 else "inner"
     if call.position > attention.position:
         return "output"
-    if any(c.inputs["x"] is call.results()[0] for c in step.inside(part.path, "linear")):
+    if any(c.inputs["x"] is call.results()[0] for c in step.during(part.call, "linear")):
         return "latent"
     if "." in call.path.removeprefix(part.path + "."):
         return "inner"

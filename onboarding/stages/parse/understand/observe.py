@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -46,6 +47,10 @@ class Call:
     """Arguments as they were passed."""
     position: int = 0
     """Place in the order of starts."""
+    end: int = 0
+    """Of a module: the place of the first call that started after it had ended."""
+    round: int = 0
+    """Of a module: how often it had been called before."""
 
     def again(self, replace: Mapping[int, Any], run: Callable[..., Any] | None = None) -> Any:
         """Run it once more with some arguments replaced.
@@ -82,6 +87,12 @@ class Observation:
         """Calls at or below a module."""
         return [c for c in self.calls if (kind is None or c.kind == kind) and under(c.path, path)]
 
+    def during(self, call: Call, kind: str | None = None) -> list[Call]:
+        """Calls at or below a module in one call of it; of another observation's call, in the same round here."""
+        own = next((c for c in self.calls if c.kind == "module" and (c.path, c.round) == (call.path, call.round)), None)
+        found = self.inside(call.path, kind)
+        return found if own is None else [c for c in found if own.position <= c.position < own.end]
+
     def module(self, path: str) -> Call | None:
         """The first call of a module."""
         return next((c for c in self.calls if c.kind == "module" and c.path == path), None)
@@ -104,6 +115,7 @@ class _Recorder(TorchFunctionMode):
         self.seen: set[int] = set()
         self.counted = 0
         """Added to every count 0, 1, 2 ... as long as the sequence that the model makes itself."""
+        self.rounds: Counter[str] = Counter()
         self.attending = 0
         """Attention functions that are running: what they call inside is theirs."""
         self.muted: list[int] = []
@@ -147,11 +159,13 @@ class _Recorder(TorchFunctionMode):
         path = self.names.get(id(module), "")
         call = self.add("module", type(module).__name__, _bound(module.forward, args, kwargs), module, path)
         call.given = (args, kwargs)
+        call.round = self.rounds[path]
+        self.rounds[path] += not self.muted
         self.stack.append(call)
 
     def after(self, module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
         call = self.stack.pop()
-        call.output = output
+        call.output, call.end = output, len(self.observation.calls)
         if self.muted and self.muted[-1] == id(module):
             self.muted.pop()
 

@@ -176,7 +176,8 @@ def _part(observation: Observation, call: Call) -> Part:
         moves = reach(call, tokens)
     except Exception:  # the module does not run alone (it reads state that the layer made): then by what it called
         moves = None
-    mixes = moves.mixes if moves else bool(observation.inside(call.path, "attention"))
+    # attention over what another layer made (keys and values of its own it has none) moves nothing of its input
+    mixes = bool(moves and moves.mixes) or bool(observation.during(call, "attention"))
     x, y = hidden(call), call.results()[0]
     if mixes and _deep(module):
         role = "mixer"
@@ -191,7 +192,7 @@ def _delta(observation: Observation, call: Call) -> Tensor | None:
     """The last projection's output, where the module adds it to another of its arguments and gives back the sum."""
     y = call.results()[0]
     streams = [t for t in call.tensors() if t.shape == y.shape and t.is_floating_point()]
-    for linear in reversed(observation.inside(call.path, "linear")):
+    for linear in reversed(observation.during(call, "linear")):
         made = linear.output
         if made.numel() == y.numel():
             return next((made for t in streams if same(made.reshape(y.shape) + t, y)), None)

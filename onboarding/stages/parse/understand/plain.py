@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,8 +22,8 @@ def written_attention(part: Part, step: Observation) -> list[Call]:
     """
     found = []
     tokens = step.ids.shape[1]
-    products = step.inside(part.path, "product")
-    for soft in step.inside(part.path, "softmax"):
+    products = step.during(part.call, "product")
+    for soft in step.during(part.call, "softmax"):
         weights = soft.output
         if not isinstance(weights, Tensor) or weights.dim() < 3 or weights.shape[-2:] != (tokens, tokens):
             continue
@@ -39,24 +40,65 @@ def _numel(call: Call) -> int:
     return call.output.numel() if isinstance(call.output, Tensor) else 0
 
 
-def _operands(call: Call) -> tuple[Tensor, Tensor] | None:
-    """The two factors of a product, whatever function made it."""
+@dataclass(frozen=True)
+class _Product:
+    """Two factors as a batched matrix product takes them, whatever function and layout they came in."""
+
+    left: Tensor
+    right: Tensor
+    output: Tensor
+    live: tuple[Tensor, Tensor]
+    """The factors as they were given."""
+    orders: tuple[tuple[int, ...] | None, tuple[int, ...] | None]
+    """How the given ones are permuted."""
+
+
+def _product(call: Call) -> _Product | None:
     tensors = [t for t in call.inputs["args"] if isinstance(t, Tensor)]
     if len(tensors) == 3:  # baddbmm: what is added comes first
         tensors = tensors[1:]
-    return (tensors[0], tensors[1]) if len(tensors) == 2 else None
+    if len(tensors) != 2 or not isinstance(call.output, Tensor):
+        return None
+    equation = next((a for a in call.inputs["args"] if isinstance(a, str)), None)
+    if equation is None:
+        return _Product(tensors[0], tensors[1], call.output, (tensors[0], tensors[1]), (None, None))
+    return _of_einsum(equation.replace(" ", ""), tensors[0], tensors[1], call.output)
+
+
+def _of_einsum(equation: str, left: Tensor, right: Tensor, output: Tensor) -> _Product | None:
+    """An einsum with one summed index and one free index on each side."""
+    terms, _, made = equation.partition("->")
+    first, _, second = terms.partition(",")
+    if not made or "." in equation or len(made) != output.dim():
+        return None
+    both = [i for i in made if i in first and i in second]
+    summed = [i for i in first if i in second and i not in made]
+    rows, columns = (
+        [i for i in made if i in one and i not in other] for one, other in ((first, second), (second, first))
+    )
+    if not (len(summed) == len(rows) == len(columns) == 1) or not len(first) == len(second) == len(both) + 2:
+        return None
+    orders = (
+        tuple(first.index(i) for i in (*both, *rows, *summed)),
+        tuple(second.index(i) for i in (*both, *summed, *columns)),
+    )
+    out = output.permute([made.index(i) for i in (*both, *rows, *columns)])
+    return _Product(left.permute(orders[0]), right.permute(orders[1]), out, (left, right), orders)
 
 
 def _operand(call: Call, place: int, weights: Tensor) -> bool:
-    pair = _operands(call)
-    return pair is not None and pair[place].numel() == weights.numel() and pair[place].shape[-1] == weights.shape[-1]
+    product = _product(call)
+    if product is None:
+        return False
+    factor = (product.left, product.right)[place]
+    return factor.numel() == weights.numel() and factor.shape[-1] == weights.shape[-1]
 
 
 def _call(scores: Call, soft: Call, values: Call, tokens: int) -> Call | None:
-    pair, last = _operands(scores), _operands(values)
-    if pair is None or last is None:
+    first, last = _product(scores), _product(values)
+    if first is None or last is None:
         return None
-    q, k, v = pair[0], pair[1].transpose(-1, -2), last[1]
+    q, k, v = first.left, first.right.transpose(-1, -2), last.right
     if q.dim() < 3 or k.dim() < 3 or v.dim() < 3:
         return None
     heads = soft.output.numel() // tokens**2
@@ -65,7 +107,7 @@ def _call(scores: Call, soft: Call, values: Call, tokens: int) -> Call | None:
         return None
     q, k, v = shapes
     scale, mask = _scale_and_mask(q, k, soft.inputs["x"].reshape(1, heads, tokens, tokens))
-    output = values.output.reshape(1, heads, tokens, -1).transpose(1, 2)
+    output = last.output.reshape(1, heads, tokens, -1).transpose(1, 2)
     inputs: dict[str, Any] = {
         "q": q,
         "k": k,
@@ -75,7 +117,8 @@ def _call(scores: Call, soft: Call, values: Call, tokens: int) -> Call | None:
         "rest": (),
         "module": None,
     }
-    inputs["live"] = (pair[0], pair[1], last[1])
+    inputs["live"] = (*first.live, last.live[1])
+    inputs["orders"] = (*first.orders, last.orders[1])
     call = Call("attention", soft.path, "written attention", inputs, output, position=soft.position)
     return call if scale is not None else None
 
@@ -116,7 +159,10 @@ def live_error(call: Call, expected: Any) -> float:
         live = call.inputs["live"]
         if all(t.requires_grad for t in live):
             total = (call.output.double() * noise).sum()
-            q, k, v = torch.autograd.grad(total, live, retain_graph=True)
+            found = torch.autograd.grad(total, live, retain_graph=True)
+            q, k, v = (
+                g if order is None else g.permute(order) for g, order in zip(found, call.inputs["orders"], strict=True)
+            )
             mine = (q, k.transpose(-1, -2), v)
             errors = [relative_error(m.reshape(e.shape), e) for m, e in zip(mine, theirs, strict=True)]
             error = max(error, *errors)

@@ -100,8 +100,11 @@ def _with_roles(block: BlockKind, roles: BlockRoles | None) -> BlockKind:
         "sequence_dependent": block.sequence_dependent or states,
         "sparse_memory_access": block.sparse_memory_access or gathers,
     }
-    if block.feed_forward == "none" and roles.feed_forwards:
-        update["feed_forward"] = " + ".join(forward.words() for forward in roles.feed_forwards)
+    unnamed = block.mixer == "none" and bool(roles.mixers)
+    if unnamed:  # written out in the layer's own code, which the trace takes for projections
+        update["mixer"] = " + ".join(dict.fromkeys(mixer.words() for mixer in roles.mixers))
+    if roles.feed_forwards and (unnamed or block.feed_forward == "none"):
+        update["feed_forward"] = " + ".join(dict.fromkeys(forward.words() for forward in roles.feed_forwards))
     return block.model_copy(update=update)
 
 
@@ -273,20 +276,21 @@ def _mixer(
         found.append(role)
     states = understand_recurrence(part, steps[0], ledger, sizes, attended=bool(found))
     if states:
-        prove_causal(part, ledger)
+        prove_causal(part, steps[0], ledger)
     found += states
     if not found:
         convolution = understand_convolution(part, steps[0], ledger)
         found = [convolution] if convolution else []
     if not found:
         keep_subgraph(part.call, "mixer", ledger)
-        found = [MixerRole(kind="recurrence" if part.moves and part.moves.unbounded else "novel")]
-        prove_causal(part, ledger)
+        chooses = bool(steps[0].during(part.call, "topk"))
+        found = [MixerRole(kind="recurrence" if part.moves and part.moves.unbounded and not chooses else "novel")]
+        prove_causal(part, steps[0], ledger)
     return found
 
 
 def _attention(part: Part, step: Observation) -> list[Call]:
-    return step.inside(part.path, "attention") or written_attention(part, step)
+    return step.during(part.call, "attention") or written_attention(part, step)
 
 
 def _leftovers(view: LayerView, ledger: Ledger) -> None:

@@ -32,7 +32,7 @@ def understand_recurrence(
 ) -> list[MixerRole]:
     """The roles of a mixer that ran no softmax attention, or those that it has beside one."""
     roles: list[MixerRole] = []
-    for call in step.inside(part.path, "function"):
+    for call in step.during(part.call, "function"):
         role = _function_role(call, ledger, sizes)
         if role is not None:
             roles.append(role)
@@ -44,10 +44,13 @@ def understand_recurrence(
     return roles
 
 
-def prove_causal(part: Part, ledger: Ledger) -> None:
+def prove_causal(part: Part, step: Observation, ledger: Ledger) -> None:
     """The whole mixer looks back only."""
     if part.moves is None:
         ledger.unproven("mixer", "causal", "the mixer does not run alone")
+    elif any(c.inputs["scores"].shape == step.ids.shape for c in step.during(part.call, "topk")):
+        # few disturbances change a choice, so that none was seen to reach back proves nothing
+        ledger.unproven("mixer", "causal", "it chooses some of all tokens, later ones among them")
     else:
         ledger.claim("mixer", "causal", DISTURBED, float(part.moves.future), 0.0)
 
@@ -224,14 +227,14 @@ def _lightning(part: Part, step: Observation, ledger: Ledger, sizes: Sizes) -> M
     module = part.module
     heads = getattr(module, "num_attention_heads", None) or getattr(module, "num_heads", None)
     rates = [b for _, b in module.named_buffers(recurse=False) if heads and b.numel() == heads]
-    projections = step.inside(part.path, "linear")
+    projections = step.during(part.call, "linear")
     if not rates or len(projections) < 2 or part.moves is None:
         return None
     qkv, last = projections[0], projections[-1]
     dim = qkv.output.shape[-1] // (3 * int(heads or 1))
     if dim * 3 * int(heads or 1) != qkv.output.shape[-1]:
         return None
-    norms = [c for c in step.inside(part.path, "module") if c.path != part.path and c.position > qkv.position]
+    norms = [c for c in step.during(part.call, "module") if c.path != part.path and c.position > qkv.position]
     normed = next((c for c in norms if "orm" in c.name), None)
     if normed is None:
         return None
@@ -302,6 +305,8 @@ def understand_convolution(part: Part, step: Observation, ledger: Ledger) -> Mix
         return None
     width = convolution_width(part)
     shift = width is None
+    if shift and (part.moves.extent > 2 or step.during(part.call, "softmax")):
+        return None  # a reach alone is no convolution
     claim = f"short convolution over {part.moves.extent} positions" if not shift else "mixes in the token before"
     wrong = float(part.moves.future) + (abs(part.moves.extent - (width or part.moves.extent)) if not shift else 0.0)
     ledger.claim("mixer", claim, DISTURBED, wrong, 0.0)

@@ -124,15 +124,13 @@ class Proposer:
             width = call.shapes[0][-1]
             gated = len(call.shapes) > 1 and call.shapes[0] == call.shapes[1]
             key = (type(module), epsilon_of(module), width, gated, dtype, module.extra_repr())
-            spec = self._once(key, lambda: prove_norm(module, width, gated, dtype))
-            if spec is None:
+            norm = self._once(key, lambda: prove_norm(module, width, gated, dtype))
+            if norm is None:
                 self._unproven(module, "norm")
                 return
-            attributes = {"weight": "weight"} if spec.weighted else {}
-            attributes |= {"bias": "bias"} if spec.bias else {}
-            self._add(
-                spec, call, module, "gated_norm" if gated else "norm", attributes, self._norm_role(call.path, gated)
-            )
+            spec, attributes = norm
+            hook = "gated_norm" if gated else "norm"
+            self._add(spec, call, module, hook, attributes, self._norm_role(call.path, gated))
         elif role == ROUTER and not isinstance(module, nn.Linear) and next(module.children(), None) is None:
             self._router(call, module, dtype)
         elif role in (DENSE, SHARED) and 2 <= sum(isinstance(c, nn.Linear) for c in module.children()) <= 3:
