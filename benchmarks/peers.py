@@ -350,7 +350,8 @@ def torch_masked_attention(benchmark: Benchmark, t: Inputs) -> Call:
             o = torch.nn.functional.scaled_dot_product_attention(
                 flat[None], k[None], k[None, :, : spec.value_dim], attn_mask=mask[None], scale=scale
             )
-            return o[0].unflatten(0, (-1, q.shape[1]))
+            heads: Tensor = o[0].view(-1, q.shape[1], spec.value_dim)
+            return heads
 
         return _in_chunks(INDEXER_ROWS, q.shape[0], chunk)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -57,9 +56,9 @@ def reference(tensors: Tensors, spec: Spec) -> dict[str, Tensor]:
     v = _wide(tensors, "v") if spec.separate else k
     tokens, heads, _ = q.shape
     keys, groups, _ = k.shape
-    scores = torch.einsum("tgnd,sgd->tgns", q.unflatten(1, (groups, -1)), k)
+    scores = torch.einsum("tgnd,sgd->tgns", q.reshape(tokens, groups, heads // groups, -1), k)
     if spec.rope:
-        q_rope = _wide(tensors, "q_rope").unflatten(1, (groups, -1))
+        q_rope = _wide(tensors, "q_rope").reshape(tokens, groups, heads // groups, -1)
         scores = scores + torch.einsum("tgnd,sgd->tgns", q_rope, _wide(tensors, "k_rope"))
     times = times_listed(index, groups, keys)
     seen = times[:, :, None] > 0
@@ -105,8 +104,9 @@ def rounded_reference(
     """
     names = [role.name for role in spec.inputs() if role.name != "index"]
     index = _given(tensors, "index")
-    o = _Rounded.apply(spec, mma_dtype, index, scale_of(tensors, spec), *[_given(tensors, n) for n in names])
-    outputs: dict[str, Tensor] = {"o": o}  # type: ignore[dict-item]
+    given = [_given(tensors, n) for n in names]
+    o: Tensor = _Rounded.apply(spec, mma_dtype, index, scale_of(tensors, spec), *given)  # type: ignore[no-untyped-call]
+    outputs = {"o": o}
     if spec.target:
         with torch.no_grad():
             narrow = {
@@ -139,14 +139,15 @@ class _Rounded(torch.autograd.Function):
         o = torch.zeros(q.shape[0], q.shape[1], v.shape[2], dtype=wide, device=q.device)
         ctx.rows = _rows(index, groups, len(k))
         ctx.lse = {}
-        for t, g, heads, rows in ctx.rows:
-            s = _scores(kept, t, g, heads(q.shape[1]), rows, scale)
-            ends = [s] if "sink" not in kept else [s, kept["sink"][heads(q.shape[1]), None]]
+        for t, g, rows in ctx.rows:
+            heads = _heads(q, g, groups)
+            s = _scores(kept, t, g, heads, rows, scale)
+            ends = [s] if "sink" not in kept else [s, kept["sink"][heads, None]]
             lse = torch.logsumexp(torch.cat(ends, 1), 1, keepdim=True)
             ctx.lse[t, g] = lse
             if len(rows):
                 top = s.amax(1, keepdim=True)
-                o[t, heads(q.shape[1])] = (narrow((s - top).exp()) @ v[rows, g]) * (top - lse).exp()
+                o[t, heads] = (narrow((s - top).exp()) @ v[rows, g]) * (top - lse).exp()
         o = narrow(o)
         ctx.save_for_backward(o, *kept.values())
         return o.to(q.dtype)
@@ -159,8 +160,8 @@ class _Rounded(torch.autograd.Function):
         do = narrow(grads[0].to(o))
         found = {n: torch.zeros_like(t) for n, t in kept.items()}
         v = "v" if spec.separate else "k"
-        for t, g, of, rows in ctx.rows:
-            heads = of(o.shape[1])
+        for t, g, rows in ctx.rows:
+            heads = _heads(o, g, kept["k"].shape[1])
             delta = (do[t, heads] * o[t, heads]).sum(1, keepdim=True)
             lse = ctx.lse[t, g]
             if spec.sink:
@@ -185,15 +186,21 @@ class _Rounded(torch.autograd.Function):
         return (None, None, None, None, *gradients)
 
 
-def _rows(index: Tensor, groups: int, keys: int) -> list[tuple[int, int, Callable[[int], slice], Tensor]]:
-    """For every query and key head: both, its query heads (of how many there are), and the keys of its list."""
+def _rows(index: Tensor, groups: int, keys: int) -> list[tuple[int, int, Tensor]]:
+    """For every query and key head: both, and the keys of its list."""
     found = []
     for t, row in enumerate(index):
         for g in range(groups):
             listed = row if row.ndim == 1 else row[g]
             inside = listed[(listed >= 0) & (listed < keys)].long()
-            found.append((t, g, lambda heads, g=g: slice(g * heads // groups, (g + 1) * heads // groups), inside))
+            found.append((t, g, inside))
     return found
+
+
+def _heads(q: Tensor, group: int, groups: int) -> slice:
+    """The query heads [T, H, ..] of one key head."""
+    each = q.shape[1] // groups
+    return slice(group * each, (group + 1) * each)
 
 
 def _scores(kept: dict[str, Tensor], t: int, g: int, heads: slice, rows: Tensor, scale: float) -> Tensor:

@@ -29,7 +29,9 @@ MODELS: dict[str, tuple[dict[str, Any], set[str]]] = {
         {"hyper_connection", "short_convolution"},
     ),
     "deepseek_v4": ({"model_type": "deepseek_v4"}, {"hyper_connection"}),
-    "hy_v4": ({"model_type": "hy_v4"}, {"hyper_connection"}),
+    "hy_v4": ({"model_type": "hy_v4"}, {"hyper_connection", "sparse_attention"}),
+    "deepseek_v32": ({"model_type": "deepseek_v32"}, {"sparse_attention"}),
+    "glm_moe_dsa": ({"model_type": "glm_moe_dsa"}, {"sparse_attention"}),
     "lfm2": ({"model_type": "lfm2", "layer_types": ["conv", "full_attention"] * 16}, {"short_convolution"}),
     "mamba2": ({"model_type": "mamba2"}, {"short_convolution", "linear_attention"}),
     "bamba": ({"model_type": "bamba"}, {"short_convolution", "linear_attention"}),
@@ -42,7 +44,7 @@ MODELS: dict[str, tuple[dict[str, Any], set[str]]] = {
     "nemotron_h": ({"model_type": "nemotron_h"}, {"short_convolution", "linear_attention"}),
     "jamba": ({"model_type": "jamba"}, {"short_convolution"}),
 }
-FAST = {"hy_v4", "lfm2", "mamba2"}
+FAST = {"hy_v4", "lfm2", "mamba2", "glm_moe_dsa"}
 
 
 def step(model: Any, ids: torch.Tensor) -> tuple[float, dict[str, torch.Tensor]]:
