@@ -32,6 +32,7 @@ from onboarding.stages.scale.result import (
     Projection,
     ScaleResult,
     ScalingPoint,
+    UnevenPoint,
 )
 from onboarding.stages.throughput.result import LayerTime, RooflinePoint, ThroughputResult, Training
 from onboarding.store import NewEvent, Store, log_path
@@ -499,6 +500,7 @@ def scale_result() -> ScaleResult:
         all_to_all_share=0.21,
         parts=[Part(name="matrix products", seconds=2.0, share=0.6), Part(name="all-to-all", seconds=0.7, share=0.2)],
         curve=[point.model_copy(update={"devices": 8, "ep": 8, "efficiency": 1.0}), point],
+        uneven=[UnevenPoint(imbalance=1.5, step_s=3.61)],
         basis=["a projection"],
     )
     plan = ModePlan(

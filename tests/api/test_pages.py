@@ -70,7 +70,17 @@ def test_a_new_jobs_tabs_say_what_will_appear(client: TestClient, story: Callabl
         ("numerics", ["layers.4", "0.20", "4 modules"]),
         ("training", ["inside the band", "p = 0.63", "5.545"]),
         ("throughput", ["1.25 x", "KDA, MoE 256 experts", "head and loss", "no GPU here"]),
-        ("scale", ["128 x NVIDIA H200 SXM", "ep_across", "rank r holds experts 4", "all-to-all over 64", "2.0e-08"]),
+        (
+            "scale",
+            [
+                "128 x NVIDIA H200 SXM",
+                "ep_across",
+                "rank r holds experts 4",
+                "3.61 s at 1.5 x",
+                "all-to-all over 64",
+                "2.0e-08",
+            ],
+        ),
         ("artifacts", ["onboard bundle pull", "report.html", "ab" * 32]),
     ],
 )

@@ -58,7 +58,9 @@ def facts(throughput: ThroughputResult | None, scale: ScaleResult | None) -> Fac
 def test_the_report_tells_speed_and_scale() -> None:
     page = render_report(facts(throughput_result(), scale_result()), bundle_name="b")
     assert HOSTILE not in page
-    for word in ("1.25 x", "1.2 k", "Projections, not measurements", "EP 64 x 2", "rank r holds experts 4", "too large",
+    for word in ("1.25 x", "1.2 k", "Projections, not measurements", "EP 64 x 2",
+                 "rank r holds experts 4", "3.61 s at 1.5 x",
+                 "too large",
                  "104 all-to-all over 64", "within 2.0e-08 of one process", "Nothing ran on 128 devices."):  # fmt: skip
         assert word in page, word
 

@@ -114,6 +114,8 @@ def test_the_chosen_layout_is_the_fastest_that_fits() -> None:
     assert [point.devices for point in p.curve] == [8, 16, 32]
     assert p.curve[0].efficiency == 1
     assert p.curve[-1].step_s == pytest.approx(p.step_s)
+    assert [u.imbalance for u in p.uneven] == [1.25, 1.5, 2.0]
+    assert p.step_s < p.uneven[0].step_s < p.uneven[2].step_s
     assert any("projection" in line for line in p.basis)
     assert any("published" in line for line in p.basis)
 

@@ -20,11 +20,19 @@ ROOM = 0.92
 """Share of a device's memory that a plan may fill: the rest goes to CUDA's context, NCCL and fragmentation."""
 
 
-def adapter_parameters(work: Work) -> int:
-    """Of rank-16 adapters on attention and routed experts: r (in + out) a matrix, square matrices assumed in mixers."""
-    mixer = work.layers * 4 * RANK * 2 * work.hidden
-    experts = work.moe_layers * work.experts * 3 * RANK * (work.expert_width_in + work.expert_width)
-    return int(mixer + experts)
+def adapter_parameters(architecture: Architecture, work: Work) -> int:
+    """Of rank-16 adapters: r (in + out) for every linear layer of the blocks, r (2 in + 3 inner) for each routed expert
+    (its gate and up are one matrix)."""
+    tokens, linear = architecture.sequence_length, 0.0
+    for row in architecture.graph:
+        entering = row.shapes.partition(",")[0].split("x")[-1]
+        if row.phase != "forward" or not row.block or row.use or row.role == "router" or not entering.isdigit():
+            continue
+        if row.name in ("mm", "addmm", "linear"):
+            linear += RANK * (row.count * int(entering) + row.flops / (2.0 * tokens * int(entering)))
+    if not linear:  # an architecture without a graph: four square matrices a layer
+        linear = work.layers * 4 * RANK * 2 * work.hidden
+    return int(linear + work.moe_layers * work.experts * RANK * (2 * work.routed_width + 3 * work.expert_width))
 
 
 def budget(
@@ -42,11 +50,10 @@ def budget(
         tokens: of one sequence.
     """
     ranks, total = hardware.devices, architecture.census.total
-    trained = adapter_parameters(work) if mode == "adapters" else total
-    width = 2 if mode == "adapters" else 4
-    moments = 8
+    trained = adapter_parameters(architecture, work) if mode == "adapters" else total
+    width, moments = 4, 8  # adapters are float32 too
     device = {
-        "weights": (2 * total + 2 * trained) // ranks if mode == "adapters" else 4 * total // ranks,
+        "weights": (2 * total + width * trained) // ranks if mode == "adapters" else width * total // ranks,
         "gradients": width * trained // ranks,
         "optimizer": moments * trained // ranks,
         "gathered weights": int(2 * 2 * work.largest_block(ep)),

@@ -14,7 +14,7 @@ from onboarding.step_time.terms import Setting
 from onboarding.step_time.work import Work
 
 WORDS: dict[Mode, str] = {
-    "adapters": f"rank-{memory.RANK} adapters on attention and routed experts, frozen bfloat16 base",
+    "adapters": f"rank-{memory.RANK} adapters on the blocks' linear layers and routed experts, frozen bfloat16 base",
     "full": "all parameters, AdamW, float32 weights gathered in bfloat16",
 }
 

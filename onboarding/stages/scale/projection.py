@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from onboarding.architecture import Architecture
 from onboarding.devices import Device
-from onboarding.stages.scale.result import Layout, Mode, Part, Projection, ScalingPoint
+from onboarding.stages.scale.result import Layout, Mode, Part, Projection, ScalingPoint, UnevenPoint
 from onboarding.stages.throughput.result import ThroughputResult
 from onboarding.step_time.hardware import System
 from onboarding.step_time.predict import Prediction, predict, stored
@@ -116,9 +117,19 @@ def project(
             if seconds > 0
         ],
         curve=curve,
+        uneven=uneven(chosen, trial[0]),
         correction=trial[0],
         basis=[*basis(low, high), *([trial[1]] if trial[1] else ["no trial run on such a device corrects it"])],
     )
+
+
+def uneven(chosen: Setting, trial: float) -> list[UnevenPoint]:
+    """The step at some loads of the busiest expert rank."""
+    if not chosen.work.experts:
+        return []
+    loads = (1.25, 1.5, 2.0)
+    found = predict([replace(chosen, imbalance=load) for load in loads], trial=trial)
+    return [UnevenPoint(imbalance=load, step_s=one.seconds) for load, one in zip(loads, found, strict=True)]
 
 
 def spread() -> tuple[float, float]:

@@ -106,6 +106,14 @@ class ScalingPoint(Record):
     fits: bool
 
 
+class UnevenPoint(Record):
+    """The same step with a busier expert rank, which all others wait for."""
+
+    imbalance: float
+    """Load of the busiest rank over the mean."""
+    step_s: float
+
+
 class Projection(Record):
     """A step of the whole model on all devices. Projected, not measured."""
 
@@ -119,6 +127,8 @@ class Projection(Record):
     all_to_all_share: float
     parts: list[Part]
     curve: list[ScalingPoint]
+    uneven: list[UnevenPoint] = Field(default_factory=list)
+    """What an uneven load of the experts would cost; empty for a dense model."""
     correction: float = 1.0
     """Measured over projected time of a trial run, applied to what runs on the device; 1 without one."""
     basis: list[str]
