@@ -23,6 +23,7 @@ Hook = Literal[
     "rotary",
     "routing",
     "sparse_attention",
+    "indexer",
 ]
 
 

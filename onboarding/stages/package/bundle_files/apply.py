@@ -149,7 +149,12 @@ def _slots(entries: list[dict[str, Any]], module: nn.Module) -> list[list[tuple[
     return list(slots.values())
 
 
-OWN_FILES = {"linear_cross_entropy": "loss", "routing": "routing", "sparse_attention": "sparse_attention"}
+OWN_FILES = {
+    "linear_cross_entropy": "loss",
+    "routing": "routing",
+    "sparse_attention": "sparse_attention",
+    "indexer": "indexer",
+}
 """Hooks that stand in a file of their own, with ``install`` and ``mismatch``."""
 
 
