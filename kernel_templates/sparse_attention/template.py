@@ -451,13 +451,12 @@ def _key_grad_kernel(
             tl.store(out_ptr + rows * WIDTH + at_JC, out_JC.to(out_ptr.dtype.element_ty), mask=inside_JC)
 
 
-@triton.jit(do_not_specialize=["adding"])
+@triton.jit
 def _sum_kernel(
     partial_ptr,
     place_ptr,
     end_ptr,
     out_ptr,
-    adding,
     GROUPS: tl.constexpr,
     LISTS: tl.constexpr,
     SLOTS: tl.constexpr,
@@ -465,30 +464,29 @@ def _sum_kernel(
     BLOCK_E: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """(e) out [S, G, WIDTH] fp32 = or += the partial rows of each key's slots, in the order of the lists.
+    """(e) out [S, G, WIDTH] fp32 += the partial rows of each key's slots, in the order of the lists.
 
     ``place`` holds the slots [tokens, L, K] sorted by key and list; those of row s L + l end at ``end[s L + l + 1]``.
     """
     program = tl.program_id(0)
     key = (program // GROUPS).to(tl.int64)
     group = program % GROUPS
-    column_C = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     entry = key * LISTS + group % LISTS
     begin = tl.load(end_ptr + entry)
     end = tl.load(end_ptr + entry + 1)
-    at_C = (key * GROUPS + group) * WIDTH + column_C
-    sum_C = tl.zeros((BLOCK_C,), tl.float32)
-    if adding != 0:
-        sum_C += tl.load(out_ptr + at_C, mask=column_C < WIDTH, other=0.0)
-    for first in range(begin, end, BLOCK_E):
-        entry_E = first + tl.arange(0, BLOCK_E)
-        place_E = tl.load(place_ptr + entry_E, mask=entry_E < end, other=0)
-        token_E = place_E // (LISTS * SLOTS)
-        row_E = (token_E * GROUPS + group).to(tl.int64) * SLOTS + place_E % SLOTS
-        at_EC = row_E[:, None] * WIDTH + column_C[None, :]
-        inside_EC = (entry_E < end)[:, None] & (column_C < WIDTH)[None, :]
-        sum_C += tl.sum(tl.load(partial_ptr + at_EC, mask=inside_EC, other=0.0).to(tl.float32), axis=0)
-    tl.store(out_ptr + at_C, sum_C, mask=column_C < WIDTH)
+    if begin < end:
+        column_C = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+        at_C = (key * GROUPS + group) * WIDTH + column_C
+        sum_C = tl.load(out_ptr + at_C, mask=column_C < WIDTH, other=0.0)
+        for first in range(begin, end, BLOCK_E):
+            entry_E = first + tl.arange(0, BLOCK_E)
+            place_E = tl.load(place_ptr + entry_E, mask=entry_E < end, other=0)
+            token_E = place_E // (LISTS * SLOTS)
+            row_E = (token_E * GROUPS + group).to(tl.int64) * SLOTS + place_E % SLOTS
+            at_EC = row_E[:, None] * WIDTH + column_C[None, :]
+            inside_EC = (entry_E < end)[:, None] & (column_C < WIDTH)[None, :]
+            sum_C += tl.sum(tl.load(partial_ptr + at_EC, mask=inside_EC, other=0.0).to(tl.float32), axis=0)
+        tl.store(out_ptr + at_C, sum_C, mask=column_C < WIDTH)
 
 
 def traits(spec):
@@ -680,7 +678,7 @@ def _sorted_slots(index, start, tokens, keys, sizes):
     entry = torch.where((key >= 0) & (key < keys), entry, keys * lists)
     ordered, place = torch.sort(entry.reshape(-1), stable=True)
     ends = torch.searchsorted(ordered, torch.arange(keys * lists + 1, device=index.device, dtype=index.dtype))
-    return place, ends
+    return place.to(torch.int32), ends.to(torch.int32)
 
 
 def _key_grads(rows, second_rows, p, ds, out, places, counts, index, start, tokens, sizes, spec, config):
@@ -723,7 +721,6 @@ def _key_grads(rows, second_rows, p, ds, out, places, counts, index, start, toke
             places[0],
             places[1],
             out,
-            start,
             GROUPS=groups,
             LISTS=lists,
             SLOTS=sizes["SLOTS"],
