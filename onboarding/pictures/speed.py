@@ -75,7 +75,11 @@ def scaling_curve(projection: Projection, *, width: int = 640, height: int = 260
             x=alt.X("devices:Q", title="devices", scale=alt.Scale(type="log", base=2)),
             y=alt.Y("share:Q", title="% (projected)", scale=alt.Scale(domain=[0, 100], clamp=True)),
             color=alt.Color("what:N", title=None, scale=scale),
-            strokeDash=alt.StrokeDash("what:N", title=None, scale=alt.Scale(range=[[1, 0], [5, 4]])),
+            strokeDash=alt.StrokeDash(
+                "what:N",
+                title=None,
+                scale=alt.Scale(domain=["efficiency", "all-to-all of the step"], range=[[1, 0], [5, 4]]),
+            ),
         )
     )
     return render(lines.properties(width=width, height=height))

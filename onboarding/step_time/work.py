@@ -6,11 +6,12 @@ FLOPs are of one token's forward pass, a multiply-add counted as two; backward t
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
-from onboarding.architecture import Architecture, FeedForwardRole, GraphOperator
+from onboarding.architecture import Architecture, FeedForwardRole, GraphOperator, OperatorUse
 
-SCANS = ("linear_attention", "state_space", "short_convolution")
+SCANS = ("linear_attention", "state_space")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +33,8 @@ class Work:
     attention_flops: float = 0.0
     """Of attention that does not grow with the sequence: windows, chosen keys."""
     scan_flops: float = 0.0
-    """Of recurrences along the sequence: linear attention, state spaces."""
+    """Of recurrences along the sequence (linear attention, state spaces), counted as the recurrence has them: a write
+    and a read of the state, 4 d_key d_value a head. Chunked kernels do more; what they reach is measured in these."""
     expert_flops: float = 0.0
     """Products with routed experts' weights."""
     outputs: float = 0.0
@@ -110,7 +112,7 @@ def work_of(architecture: Architecture) -> Work:
         head_dim=_head_dim(architecture),
         attention_slope=slope,
         attention_flops=sums["attention"],
-        scan_flops=sums["scan"],
+        scan_flops=sum(_scan(use, tokens) for use in architecture.uses if use.digest in scans),
         expert_flops=sums["experts"],
         moe_layers=moe_layers,
         experts=int(experts.get("experts", 0)) or role.experts,
@@ -174,6 +176,12 @@ def _head_dim(architecture: Architecture) -> int:
     """Of queries and keys, where the twin's proofs say it."""
     mixers = [m for block in architecture.blocks if block.roles for m in block.roles.mixers]
     return next((mixer.head_dim for mixer in mixers if mixer.head_dim), 128)
+
+
+def _scan(use: OperatorUse, tokens: int) -> float:
+    """FLOPs of one token of a recurrence, over all its layers."""
+    sizes = [int(use.spec.get(name) or 0) for name in ("value_heads", "key_dim", "value_dim")]
+    return 4.0 * use.calls * math.prod(sizes) if all(sizes) else use.flops / tokens
 
 
 def _routed_role(architecture: Architecture) -> FeedForwardRole:

@@ -9,10 +9,13 @@ import pytest
 
 from onboarding.step_time import validate
 from onboarding.step_time.fit import Fitted, _table, fit
-from onboarding.step_time.law import MEDIANS, NAMES, PRIORS, log_seconds, parts, plain
+from onboarding.step_time.hardware import SYSTEMS
+from onboarding.step_time.law import MEDIANS, NAMES, PRIORS, Table, log_seconds, parts, plain
 from onboarding.step_time.predict import fitted, predict, stored
 from onboarding.step_time.published import Run, published
+from onboarding.step_time.terms import Setting
 from onboarding.step_time.validate import PROTOCOLS, Judged, judge, rank_correlation, summary
+from onboarding.step_time.work import Work
 
 
 def made(logs: np.ndarray, runs: list[Run]) -> list[Run]:
@@ -99,3 +102,21 @@ def test_a_trial_run_scales_what_runs_on_the_device_only() -> None:
     assert slower.parts["experts"] == pytest.approx(2 * plainly.parts["experts"])
     assert slower.parts["all-to-all"] == pytest.approx(plainly.parts["all-to-all"])
     assert slower.seconds == pytest.approx(sum(slower.parts.values()))
+
+
+def alone(work: Work, tokens: int) -> dict[str, float]:
+    """Parts of one forward and backward on one H200."""
+    one = Setting(work=work, system=SYSTEMS["H200"], precision="bf16", gpus=1, gbs=1, mbs=1, seq=tokens)
+    found = parts(Table([one], [False]), fitted().logs)
+    return {name: float(values[0]) for name, values in found.items()}
+
+
+def test_operators_that_were_measured_on_an_h200_and_not_fitted_on() -> None:
+    empty = {"name": "m", "layers": 1, "vocabulary": 1, "parameters": 1.0}
+    # a matrix product of 8192^3: 685 TFLOP/s
+    product = Work(hidden=8192, linear_flops=2.0 * 8192 * 8192, **empty)  # type: ignore[arg-type]  # a dict of mixed values
+    seconds = alone(product, 8192)["shared matrix products"]
+    assert 3 * 2 * 8192**3 / seconds / 1e12 == pytest.approx(685, rel=0.1)
+    # KDA, 32 heads of 128 x 128, 8192 tokens, forward and backward by fla: 5.13 ms
+    scan = Work(hidden=2304, linear_flops=1.0, scan_flops=4.0 * 32 * 128 * 128, **empty)  # type: ignore[arg-type]
+    assert alone(scan, 8192)["recurrences"] == pytest.approx(5.13e-3, rel=0.15)
