@@ -102,6 +102,10 @@ def _indexer(benchmark: Benchmark, normal: Any) -> dict[str, Tensor | None]:
     spec: Any = benchmark.spec
     tokens, slots = benchmark.tokens, spec.top_k
     at = torch.arange(tokens, dtype=torch.int32)
+    if spec.operation == "compression":
+        k, gate = (normal(1, tokens, spec.head_dim) for _ in range(2))
+        start = torch.arange(0, tokens, spec.pool, dtype=torch.int32, device=k.device).unsqueeze(0)
+        return {"k": k, "gate": gate, "bias": normal(spec.pool, spec.head_dim), "start": start}
     if spec.operation == "objective":
         scores = normal(1, tokens, slots, dtype=torch.float32)
         target = spec.heads * normal(1, tokens, slots, dtype=torch.float32).softmax(-1)

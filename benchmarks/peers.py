@@ -358,6 +358,19 @@ def torch_masked_attention(benchmark: Benchmark, t: Inputs) -> Call:
     return call
 
 
+def compiled_compression(benchmark: Benchmark, t: Inputs) -> Call:
+    """Pools of tokens averaged as transformers does, compiled; every pool is complete."""
+    spec: Any = benchmark.spec
+
+    @torch.compile
+    def pooled(k: Tensor, gate: Tensor, bias: Tensor) -> Tensor:
+        shares = (gate.unflatten(1, (-1, spec.pool)).float() + bias.float()).softmax(2).to(k.dtype)  # type: ignore[no-untyped-call]
+        found: Tensor = (shares * k.unflatten(1, (-1, spec.pool))).sum(2)  # type: ignore[no-untyped-call]
+        return found
+
+    return lambda: pooled(t["k"], t["gate"], t["bias"])
+
+
 PEERS: dict[str, Callable[[Benchmark, Inputs], Call]] = {
     "torch.rms_norm": torch_rms_norm,
     "torch.layer_norm": torch_layer_norm,
@@ -367,6 +380,7 @@ PEERS: dict[str, Callable[[Benchmark, Inputs], Call]] = {
     "torch.compile.routing": compiled_routing,
     "torch.indexer": torch_indexer,
     "torch.compile.kl_divergence": compiled_kl_divergence,
+    "torch.compile.compression": compiled_compression,
     "torch.gathered_attention": torch_gathered_attention,
     "torch.masked_attention": torch_masked_attention,
     "fla.attention_residual": fla_attention_residual,

@@ -180,6 +180,13 @@ BENCHMARKS: tuple[Benchmark, ...] = (
     _indexer("indexer_32768_h32_k2048", 32768, 32),
     _indexer("indexer_32768_h64_k2048", 32768, 64),
     Benchmark(
+        name="indexer_compression_131072_r16",
+        spec=Indexer(operation="compression", top_k=128, context=131072),
+        tokens=131072,
+        peers=("torch.compile.compression",),
+        tiny={"head_dim": 24, "pool": 4},
+    ),
+    Benchmark(
         name="indexer_objective_32768_k2048",
         spec=Indexer(operation="objective", top_k=2048, context=32768),
         tokens=32768,
@@ -281,6 +288,7 @@ VARIANTS: dict[str, OperatorSpec] = {
     "indexer, plain sum": Indexer(top_k=2048, heads=4, activation="none", weighted=False),
     "indexer, no activation": Indexer(top_k=2048, heads=32, activation="none"),
     "indexer, pools": Indexer(top_k=128, heads=32, context=512),
+    "indexer compression": Indexer(operation="compression", top_k=128),
     "indexer objective": Indexer(operation="objective", top_k=2048),
     "sparse attention": SparseAttention(heads=64, top_k=2048, **MLA),
     "sparse attention, 128 heads, target": SparseAttention(heads=128, top_k=2048, target=True, **MLA),

@@ -18,19 +18,19 @@ def cases(spec: Spec, rng: random.Random, count: int, level: str) -> list[Case]:
     """``count`` cases, most telling first; ``interpreted`` ones are small, ``compiled`` ones include full size."""
     largest = spec.hidden if level == "compiled" else min(spec.hidden, 512)
     fixed = [
-        (rng.randint(33, 80), 1, largest, "normal"),
+        (rng.randint(17, 40), 1, largest, "normal"),
         (rng.randint(2, 9), rng.choice((3, 5)), rng.choice(ODD_HIDDEN), "normal"),
-        (rng.randint(9, 40), 1, rng.choice((100, 129, 257)), "sharp"),
-        (rng.randint(30, 90), 1, rng.choice((60, 192)), "tiny"),
+        (rng.randint(5, 20), 1, rng.choice((100, 129, 257)), "sharp"),
+        (rng.randint(12, 30), 1, rng.choice((60, 192)), "tiny"),
         (rng.randint(2, 20), 1, rng.choice((127, 192)), "large"),
         (0, 1, largest, "normal"),
-        (rng.randint(3, 40), 1, largest, "zero_source"),
-        (rng.randint(3, 40), 2, 128, "equal"),
+        (rng.randint(3, 12), 1, largest, "zero_source"),
+        (rng.randint(3, 12), 2, 128, "equal"),
     ]
     if level == "compiled":
         fixed.insert(1, (1024 + rng.randint(1, 64), 1, spec.hidden, "normal"))
     while len(fixed) < count:
-        rows = (rng.randint(1, 90), rng.randint(1, 3))
+        rows = (rng.randint(1, 20), rng.randint(1, 3))
         fixed.append((*rows, rng.choice((*ODD_HIDDEN[2:], largest)), rng.choice(DISTRIBUTIONS)))
     return [
         Case(

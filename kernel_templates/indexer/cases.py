@@ -23,6 +23,8 @@ def cases(spec: Spec, rng: random.Random, count: int, level: str) -> list[Case]:
     """``count`` cases, most telling first; ``interpreted`` ones are small, ``compiled`` ones include full heads."""
     if spec.operation == "objective":
         return _objectives(spec, rng, count, level)
+    if spec.operation == "compression":
+        return _compressions(spec, rng, count)
     heads, dim = (spec.heads, spec.head_dim) if level == "compiled" else (min(spec.heads, 8), min(spec.head_dim, 64))
     # batch, queries, keys, heads, dim, slots, visible, distribution
     fixed: list[Sizes] = [
@@ -87,6 +89,28 @@ def _objectives(spec: Spec, rng: random.Random, count: int, level: str) -> list[
     ]
 
 
+def _compressions(spec: Spec, rng: random.Random, count: int) -> list[Case]:
+    fixed = [
+        (1, rng.randint(100, 200), spec.pool, min(spec.head_dim, 128), "normal"),
+        (2, rng.randint(30, 60), 3, 40, "sharp"),
+        (1, rng.randint(2, 9), 1, 16, "normal"),
+        (3, rng.randint(20, 40), 5, 7, "normal"),
+        (1, 3, 8, 16, "normal"),
+    ]
+    while len(fixed) < count:
+        size = (rng.randint(1, 3), rng.randint(20, 90), rng.randint(2, 17), rng.choice((16, 33, 64, 128)))
+        fixed.append((*size, rng.choice(("normal", "sharp"))))
+    return [
+        Case(
+            name=f"{i}: {b} x {t} tokens, pools of {r}, {d} channels, {kind}",
+            dims={"batch": b, "tokens": t, "pool": r, "head_dim": d},
+            dtype=spec.dtype,
+            distribution=kind,
+        )
+        for i, (b, t, r, d, kind) in enumerate(fixed[:count])
+    ]
+
+
 def make_tensors(
     spec: Spec, case: Case, generator: torch.Generator, dtype: torch.dtype, device: torch.device | str
 ) -> dict[str, Tensor | None]:
@@ -96,6 +120,8 @@ def make_tensors(
     """
     if spec.operation == "objective":
         return _objective_tensors(case, generator, device)
+    if spec.operation == "compression":
+        return _compression_tensors(case, generator, dtype, device)
     d = case.dims
     shape = (d["batch"], d["queries"], d["heads"])
     whole = case.distribution in ("ties", "signed")
@@ -166,3 +192,21 @@ def _objective_tensors(case: Case, generator: torch.Generator, device: torch.dev
         target[:, 1::3] = 0.0
     count = count.to(torch.int32)
     return {n: t.to(device) for n, t in {"scores": scores, "target": target, "count": count}.items()}
+
+
+def _compression_tensors(
+    case: Case, generator: torch.Generator, dtype: torch.dtype, device: torch.device | str
+) -> dict[str, Tensor | None]:
+    """Pools from some token on, each right after the other, with a gap; the last ones do not fit into the sequence."""
+    batch, tokens, pool, dim = (case.dims[n] for n in ("batch", "tokens", "pool", "head_dim"))
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(*size, generator=generator, device=generator.device)
+
+    first = torch.randint(0, 3, (batch, 1), generator=generator, device=generator.device)
+    number = torch.arange(tokens // pool + 1, device=first.device)
+    start = first + pool * number + (number > 2)
+    start[:, 1::5] = -1
+    sharp = 4.0 if case.distribution == "sharp" else 1.0
+    tensors = {"k": normal(batch, tokens, dim), "gate": sharp * normal(batch, tokens, dim), "bias": normal(pool, dim)}
+    return {n: t.to(device=device, dtype=dtype) for n, t in tensors.items()} | {"start": start.int().to(device)}

@@ -116,10 +116,25 @@ def _divergence(tensors: Tensors) -> Tensor:
     return torch.where(p > 0, p * (log_p - torch.where(p > 0, log_q, 0.0)), 0.0).sum(-1)
 
 
+def _pooled(tensors: Tensors) -> Tensor:
+    """Keys of pools [B, P, D]: sum_j softmax_j(gate_j + bias_j) k_j for each channel; 0 for pools out of range."""
+    k, gate, bias, start = (_given(tensors, name) for name in ("k", "gate", "bias", "start"))
+    size, tokens = bias.shape[0], k.shape[1]
+    inside = ((start >= 0) & (start + size <= tokens))[..., None, None]
+    if tokens == 0 or start.numel() == 0:
+        return k.new_zeros(*start.shape, k.shape[-1]) + 0.0 * (k.sum() + gate.sum() + bias.sum())
+    at = (start.unsqueeze(-1) + torch.arange(size, device=k.device)).clamp(0, tokens - 1)
+    shares = (_gathered(gate, at) + bias).softmax(2)
+    found: Tensor = torch.where(inside, shares * _gathered(k, at), 0.0).sum(2)
+    return found
+
+
 def reference(tensors: Tensors, spec: Spec) -> dict[str, Tensor]:
-    """scores, index and count, all as numbers in fp32 or, for fp64 inputs, fp64; or loss [B, S]."""
+    """scores, index and count, all as numbers in fp32 or, for fp64 inputs, fp64; loss [B, S] or pooled [B, P, D]."""
     if spec.operation == "objective":
         return {"loss": _divergence(tensors)}
+    if spec.operation == "compression":
+        return {"pooled": _pooled(tensors)}
     slots, keys = _given(tensors, "slots").shape[0], _given(tensors, "k").shape[1]
     index, count = chosen(all_scores(tensors, spec), seen(tensors, keys), slots)
     return _outputs(tensors, index, count, spec)
@@ -178,6 +193,9 @@ def rounded_reference(
     if spec.operation == "objective":
         return reference(tensors, spec)
     stored: Tensors = dict(tensors)
+    if spec.operation == "compression":
+        stored |= {name: rounded(_given(tensors, name), mma_dtype) for name in ("k", "gate", "bias")}
+        return {"pooled": rounded(_pooled(stored), mma_dtype)}
     for name in ("q", "k", *(["weights"] if spec.weighted else [])):
         stored[name] = rounded(_given(tensors, name), mma_dtype)
     slots, keys = _given(tensors, "slots").shape[0], _given(tensors, "k").shape[1]

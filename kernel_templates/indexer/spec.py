@@ -8,7 +8,7 @@ from typing import ClassVar
 from kernel_templates.spec import DTYPE_BYTES, OperatorSpec, TensorRole, dim
 
 ACTIVATIONS = ("relu", "none")
-OPERATIONS = ("selection", "objective")
+OPERATIONS = ("selection", "objective", "compression")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +27,12 @@ class Spec(OperatorSpec):
     head_dim: int = dim(128)
     context: int = dim(4096)
     """Keys of a sequence; causal queries see half of them on average."""
+    pool: int = dim(16)
+    """Tokens that ``compression`` makes one key of."""
     operation: str = "selection"
-    """``selection``: scores and the choice; ``objective``: the loss of chosen scores against a target."""
+    """``selection``: scores and the choice; ``objective``: the loss of chosen scores against a target; ``compression``:
+    keys of pools of tokens, averaged by a learned softmax for each channel.
+    """
     activation: str = "relu"
     """Of each head's product: ``relu`` or ``none``."""
     weighted: bool = True
@@ -39,7 +43,7 @@ class Spec(OperatorSpec):
         if self.operation not in OPERATIONS or self.activation not in ACTIVATIONS:
             known = f"{', '.join(OPERATIONS)}; activation is one of {', '.join(ACTIVATIONS)}"
             raise ValueError(f"operation is one of {known}")
-        sizes = {name: getattr(self, name) for name in ("top_k", "heads", "head_dim", "context")}
+        sizes = {name: getattr(self, name) for name in ("top_k", "heads", "head_dim", "context", "pool")}
         if min(sizes.values()) < 1:
             raise ValueError(f"sizes must be positive, not {sizes}")
 
@@ -48,8 +52,17 @@ class Spec(OperatorSpec):
 
         ``selection``: q [B, S, H, D], k [B, T, D], weights [B, S, H]; begin and end [B, S] int32, the keys that a query
         sees; slots [K], of which only the size is read. ``objective``: scores [B, S, K] fp32, target [B, S, K]
-        (not negative, of any sum), count [B, S] int32: how many of a row's slots are in use.
+        (not negative, of any sum), count [B, S] int32: how many of a row's slots are in use. ``compression``: k and
+        gate [B, T, D], bias [R, D], start [B, P] int32: the first token of each pool of R; a pool that does not lie
+        within the sequence is none. Pools must not overlap.
         """
+        if self.operation == "compression":
+            return (
+                TensorRole(name="k"),
+                TensorRole(name="gate"),
+                TensorRole(name="bias"),
+                TensorRole(name="start", differentiable=False),
+            )
         if self.operation == "objective":
             return (
                 TensorRole(name="scores"),
@@ -61,9 +74,11 @@ class Spec(OperatorSpec):
         return (TensorRole(name="q"), TensorRole(name="k"), *weights, *visible)
 
     def outputs(self) -> tuple[TensorRole, ...]:
-        """scores [B, S, K] fp32 (0 past the count), index [B, S, K] (-1 there) and count [B, S] int32; or loss."""
+        """scores [B, S, K] fp32 (0 past the count), index [B, S, K] (-1 there), count [B, S] int32; loss; or pooled."""
         if self.operation == "objective":
             return (TensorRole(name="loss"),)
+        if self.operation == "compression":
+            return (TensorRole(name="pooled"),)
         return (
             TensorRole(name="scores"),
             TensorRole(name="index", differentiable=False),
@@ -74,6 +89,8 @@ class Spec(OperatorSpec):
         """Products of all visible pairs forward; three products of each chosen pair backward."""
         if self.operation == "objective":
             return float(tokens * self.chosen * (4 if backward else 8))
+        if self.operation == "compression":
+            return float(tokens * self.head_dim * (8 if backward else 6))
         product = 2 * self.heads * self.head_dim
         if backward:
             return float(tokens * self.chosen * 3 * product)
@@ -85,6 +102,8 @@ class Spec(OperatorSpec):
         if self.operation == "objective":
             return float(slots * (3 if backward else 2))
         width = DTYPE_BYTES[self.dtype]
+        if self.operation == "compression":
+            return float(tokens * self.head_dim * width * ((4 if backward else 2) + 1 / self.pool))
         given = tokens * (self.heads * (self.head_dim + self.weighted) + self.head_dim) * width
         # backward reads choice and gradient of the scores, and writes gradients of the inputs
         return float(given * (2 if backward else 1) + 2 * slots)
@@ -99,6 +118,8 @@ class Spec(OperatorSpec):
         """E.g. ``indexer, 2048 of 32768 keys, 64 heads x 128, relu, weighted, bfloat16``."""
         if self.operation == "objective":
             return f"indexer objective, {self.top_k} slots, {self.dtype}"
+        if self.operation == "compression":
+            return f"indexer compression, pools of {self.pool} x {self.head_dim}, {self.dtype}"
         parts = [f"indexer, {self.top_k} of {self.context} keys, {self.heads} heads x {self.head_dim}"]
         if self.activation != "none":
             parts.append(self.activation)

@@ -12,6 +12,7 @@ Scores never exist all at once: a chunk of queries is scored into one workspace,
                                gets, written to the key's own run of rows, in the order of queries
               add_kernel       sums those runs
     objective_kernel, objective_gradient_kernel: KL(p || softmax(I)) over chosen keys
+compression_kernel, compression_gradient_kernel: keys of pools of tokens
 
 The choice is exact and the same in every run. A sample that misleads (many equal scores) costs time, not exactness:
 then the bisection reads the whole row. No float is ever added atomically.
@@ -403,9 +404,68 @@ def objective_gradient_kernel(
     tl.store(dscores_ptr + at_RB, gradient_RB, mask=(row_R < N)[:, None] & (at_B < K)[None, :])
 
 
+@triton.jit
+def shares_of(gate_ptr, bias_RD, first, D, inside_RD, R: tl.constexpr, PADDED_D: tl.constexpr):
+    """softmax over the tokens of a pool, for each channel."""
+    at_RD = (first + tl.arange(0, R))[:, None] * D + tl.arange(0, PADDED_D)[None, :]
+    logit_RD = tl.load(gate_ptr + at_RD, mask=inside_RD, other=0.0).to(tl.float32) + bias_RD
+    # channels that do not exist have zeros throughout, so that nothing there divides by zero
+    token_R = tl.sum(inside_RD.to(tl.int32), axis=1) > 0
+    logit_RD = tl.where(token_R[:, None], logit_RD, -float("inf"))
+    e_RD = tl.exp(logit_RD - tl.max(logit_RD, axis=0)[None, :])
+    return e_RD / tl.sum(e_RD, axis=0)[None, :]
+
+
+@triton.jit
+def compression_kernel(
+    k_ptr, gate_ptr, bias_ptr, start_ptr, pooled_ptr, P, T, D, SIZE,
+    R: tl.constexpr, PADDED_D: tl.constexpr,
+):  # fmt: skip
+    pool = tl.program_id(0).to(tl.int64)
+    start = tl.load(start_ptr + pool)
+    at_R, at_D = tl.arange(0, R), tl.arange(0, PADDED_D)
+    inside_RD = (at_R < SIZE)[:, None] & (at_D < D)[None, :]
+    pooled_D = tl.zeros((PADDED_D,), tl.float32)
+    if (start >= 0) & (start + SIZE <= T):
+        first = pool // P * T + start
+        bias_RD = tl.load(bias_ptr + at_R[:, None] * D + at_D[None, :], mask=inside_RD, other=0.0).to(tl.float32)
+        share_RD = shares_of(gate_ptr, bias_RD, first, D, inside_RD, R, PADDED_D)
+        k_RD = tl.load(k_ptr + (first + at_R)[:, None] * D + at_D[None, :], mask=inside_RD, other=0.0).to(tl.float32)
+        pooled_D = tl.sum(share_RD * k_RD, axis=0)
+    tl.store(pooled_ptr + pool * D + at_D, pooled_D.to(pooled_ptr.dtype.element_ty), mask=at_D < D)
+
+
+@triton.jit
+def compression_gradient_kernel(
+    dpooled_ptr, k_ptr, gate_ptr, bias_ptr, start_ptr, dk_ptr, dgate_ptr, dbias_ptr, pools, P, T, D, SIZE,
+    R: tl.constexpr, PADDED_D: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    at_R, at_D = tl.arange(0, R), tl.arange(0, PADDED_D)
+    inside_RD = (at_R < SIZE)[:, None] & (at_D < D)[None, :]
+    bias_RD = tl.load(bias_ptr + at_R[:, None] * D + at_D[None, :], mask=inside_RD, other=0.0).to(tl.float32)
+    dbias_RD = tl.zeros((R, PADDED_D), tl.float32)
+    for number in range(program, pools, tl.num_programs(0)):
+        pool = tl.cast(number, tl.int64)
+        start = tl.load(start_ptr + pool)
+        if (start >= 0) & (start + SIZE <= T):
+            first = pool // P * T + start
+            at_RD = (first + at_R)[:, None] * D + at_D[None, :]
+            share_RD = shares_of(gate_ptr, bias_RD, first, D, inside_RD, R, PADDED_D)
+            k_RD = tl.load(k_ptr + at_RD, mask=inside_RD, other=0.0).to(tl.float32)
+            d_D = tl.load(dpooled_ptr + pool * D + at_D, mask=at_D < D, other=0.0).to(tl.float32)
+            dk_RD = share_RD * d_D[None, :]
+            dgate_RD = dk_RD * (k_RD - tl.sum(share_RD * k_RD, axis=0)[None, :])
+            tl.store(dk_ptr + at_RD, dk_RD.to(dk_ptr.dtype.element_ty), mask=inside_RD)
+            tl.store(dgate_ptr + at_RD, dgate_RD.to(dgate_ptr.dtype.element_ty), mask=inside_RD)
+            dbias_RD += dgate_RD
+    at_RD = (program.to(tl.int64) * SIZE + at_R)[:, None] * D + at_D[None, :]
+    tl.store(dbias_ptr + at_RD, dbias_RD, mask=inside_RD)
+
+
 def traits(spec):
     """Backward of a selection reads the choice, which is an output."""
-    if spec.operation == "objective":
+    if spec.operation != "selection":
         return {}
     return {"saved_outputs": ("index", "count"), "unread_inputs": ("begin", "end", "slots")}
 
@@ -414,6 +474,8 @@ def bucket(tensors, spec):
     """Configurations depend on the sizes and on whether products run in fp32."""
     if spec.operation == "objective":
         return {"top_k": tensors["scores"].shape[-1]}
+    if spec.operation == "compression":
+        return {"pool": tensors["bias"].shape[0]}
     return {
         "heads": tensors["q"].shape[2],
         "keys": tensors["k"].shape[1],
@@ -429,6 +491,9 @@ def outputs_like(tensors, spec, config):
         outputs = {"loss": scores.new_empty(scores.shape[:-1], dtype=torch.float32)}
         saved = {name: torch.empty_like(outputs["loss"]) for name in ("normaliser", "mass")}
         return outputs, saved
+    if spec.operation == "compression":
+        k = tensors["k"]
+        return {"pooled": k.new_empty((*tensors["start"].shape, k.shape[-1]))}, {}
     q = tensors["q"]
     rows, slots = q.shape[:2], tensors["slots"].shape[0]
     index = q.new_empty((*rows, slots), dtype=torch.int32)
@@ -454,6 +519,16 @@ def forward(tensors, spec, config):
                 tensors["scores"], tensors["target"], tensors["count"],
                 outputs["loss"], saved["normaliser"], saved["mass"], rows, slots,
                 R=config["objective_rows"], BLOCK=config["objective_block"], num_warps=config["objective_warps"],
+            )  # fmt: skip
+        return outputs, saved
+    if spec.operation == "compression":
+        k, bias, start = tensors["k"], tensors["bias"], tensors["start"]
+        if outputs["pooled"].numel() > 0:
+            compression_kernel[(start.numel(),)](
+                k, tensors["gate"], bias, start, outputs["pooled"],
+                start.shape[1], k.shape[1], k.shape[2], bias.shape[0],
+                R=triton.next_power_of_2(bias.shape[0]), PADDED_D=triton.next_power_of_2(k.shape[2]),
+                num_warps=config["pool_warps"],
             )  # fmt: skip
         return outputs, saved
     q, k = tensors["q"], tensors["k"]
@@ -516,6 +591,20 @@ def backward(tensors, saved, grads, needs, spec, config):
                 R=config["objective_rows"], BLOCK=config["objective_block"], num_warps=config["objective_warps"],
             )  # fmt: skip
         return {"scores": dscores}
+    if spec.operation == "compression":
+        k, bias, start = tensors["k"], tensors["bias"], tensors["start"]
+        # tokens of no pool have no gradient
+        dk, dgate = torch.zeros_like(k), torch.zeros_like(tensors["gate"])
+        programs = min(start.numel(), config["pool_programs"])
+        dbias = k.new_zeros((programs, *bias.shape), dtype=torch.float32)
+        if programs > 0 and bias.numel() > 0:
+            compression_gradient_kernel[(programs,)](
+                grads["pooled"], k, tensors["gate"], bias, start, dk, dgate, dbias,
+                start.numel(), start.shape[1], k.shape[1], k.shape[2], bias.shape[0],
+                R=triton.next_power_of_2(bias.shape[0]), PADDED_D=triton.next_power_of_2(k.shape[2]),
+                num_warps=config["pool_warps"],
+            )  # fmt: skip
+        return {"k": dk, "gate": dgate, "bias": dbias.sum(0).to(bias.dtype)}
     dscores = grads["scores"]
     if dscores is None:
         return {}

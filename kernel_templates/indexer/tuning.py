@@ -33,6 +33,8 @@ BASE: dict[str, Any] = {
     "gradient_stages": 2,
     "add_rows": 32,
     "add_warps": 1,
+    "pool_warps": 4,
+    "pool_programs": 528,
     "objective_rows": 1,
     "objective_block": 1024,
     "objective_warps": 4,
@@ -56,6 +58,9 @@ def space(spec: Spec, sizes: dict[str, int]) -> list[dict[str, Any]]:
     if spec.operation == "objective":
         for block in (512, 1024, 2048, 4096):
             variants += [{"objective_block": block, "objective_warps": warps} for warps in (2, 4, 8)]
+    elif spec.operation == "compression":
+        for warps in (1, 2, 4, 8):
+            variants += [{"pool_warps": warps, "pool_programs": programs} for programs in (132, 264, 528, 1056)]
     else:
         for columns, keys, warps in (
             (256, 128, 8),

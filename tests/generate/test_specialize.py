@@ -159,7 +159,12 @@ def _rows():
         yield pytest.param("short_convolution", flags)
     for flags in ({}, {"sources": 2, "scale": 0.5}):
         yield pytest.param("attention_residual", flags)
-    for flags in ({}, {"activation": "none", "weighted": False}, {"operation": "objective"}):
+    for flags in (
+        {},
+        {"activation": "none", "weighted": False},
+        {"operation": "objective"},
+        {"operation": "compression"},
+    ):
         yield pytest.param("indexer", flags)
     latent = {"rope": True, "rope_dim": 8, "sink": True, "target": True, "scale": 0.2}
     for flags in ({}, latent, {"kv_heads": 2, "separate": True}, {"deterministic": False}):

@@ -26,6 +26,7 @@ FLAGS: dict[str, dict[str, Any]] = {
     "weighted sum": {"activation": "none"},
     "plain sum": {"activation": "none", "weighted": False},
     "objective": {"operation": "objective"},
+    "compression": {"operation": "compression"},
 }
 
 
@@ -308,6 +309,41 @@ def test_objective_of_equal_distributions_is_zero_and_rows_without_target_are_le
     (gradient,) = torch.autograd.grad(loss.sum(), scores)
     assert gradient.abs().max() < 1e-6
     assert gradient[0, 1:3].abs().max() == 0.0
+
+
+def test_transformers_glm5_next_pools_alike():
+    """Pools begin at the first key that is no padding; the last one is not complete."""
+    module = pytest.importorskip("transformers.models.glm5_next.modeling_glm5_next")
+    indexer = module.Glm5NextTextIndexer.__new__(module.Glm5NextTextIndexer)
+    torch.nn.Module.__init__(indexer)
+    indexer.head_dim, indexer.index_kpool = 16, 4
+    generator = torch.Generator().manual_seed(7)
+    indexer.index_kpool_compress_ape = torch.nn.Parameter(torch.randn(4, 16, generator=generator))
+    k, gate = (torch.randn(2, 23, 16, generator=generator) for _ in range(2))
+    valid = torch.ones(2, 23, 1)
+    valid[1, :3] = 0.0
+    pooled, places, complete = indexer.get_pooled_states(torch.cat([k, gate, valid], -1))
+    start = torch.where(complete, places[..., 0], -1).int()
+    (found,) = op(Spec(operation="compression", top_k=1, dtype="float32"))(
+        k=k, gate=gate, bias=indexer.index_kpool_compress_ape.detach(), start=start
+    )
+    assert start.tolist() == [[0, 4, 8, 12, 16], [3, 7, 11, 15, 19]]
+    tolerance.assert_close("pooled", found, pooled.detach().double(), 1e-6)
+
+
+def test_tokens_of_no_pool_have_no_gradient():
+    spec = Spec(operation="compression", top_k=1)
+    generator = torch.Generator().manual_seed(8)
+    tensors = {n: torch.randn(1, 12, 16, generator=generator).bfloat16() for n in ("k", "gate")}
+    tensors |= {"bias": torch.randn(3, 16, generator=generator).bfloat16()}
+    tensors["start"] = torch.tensor([[1, -1, 5, 10]], dtype=torch.int32)
+    upstream = torch.randn(1, 4, 16, generator=generator).bfloat16()
+    (pooled,), grads = gradients(op(spec), spec, tensors, upstream)
+    assert pooled[0, 1].abs().max() == pooled[0, 3].abs().max() == 0.0
+    used = [1, 2, 3, 5, 6, 7]
+    for name in ("k", "gate"):
+        per_token = grads[name][0].abs().amax(-1)
+        assert (per_token > 0).nonzero().flatten().tolist() == used
 
 
 def test_transformers_deepseek_v32_makes_the_same_choice():

@@ -24,13 +24,16 @@ def _job(folder: Path, tokens: int, **fields: Any) -> Job:
     spec = Spec(context=tokens, **fields)
     source = folder / f"{spec.digest()}.py"
     source.write_text(specialise(FOLDER / "template.py", spec).source)
-    sizes = {"top_k": spec.top_k}
+    sizes = {"top_k": spec.top_k, "pool": spec.pool}
     if spec.operation == "objective":
         shapes: dict[str, Any] = {
             "scores": ((1, tokens, spec.top_k), "float32"),
             "target": ((1, tokens, spec.top_k), "float32"),
             "count": ((1, tokens), "int32"),
         }
+    elif spec.operation == "compression":
+        shapes = dict.fromkeys(("k", "gate"), ((1, tokens, spec.head_dim), spec.dtype))
+        shapes |= {"bias": ((spec.pool, spec.head_dim), spec.dtype), "start": ((1, tokens // spec.pool), "int32")}
     else:
         shapes = {
             "q": ((1, tokens, spec.heads, spec.head_dim), spec.dtype),
@@ -64,7 +67,7 @@ def test_published_deepseek(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_other_sizes_and_flags(tmp_path: Path) -> None:
-    objective = {"objective_kernel", "objective_gradient_kernel"}
+    others = {f"{name}{kind}_kernel" for name in ("objective", "compression") for kind in ("", "_gradient")}
     jobs = [
         _job(tmp_path, 8192, top_k=2048, heads=32),
         _job(tmp_path, 131072, top_k=2048, heads=16),
@@ -74,5 +77,6 @@ def test_other_sizes_and_flags(tmp_path: Path) -> None:
         _job(tmp_path, 8192, top_k=2048, heads=64, dtype="float32"),
         _job(tmp_path, 32768, operation="objective", top_k=2048),
         _job(tmp_path, 4096, operation="objective", top_k=33),
+        _job(tmp_path, 131072, operation="compression", top_k=1),
     ]
-    _check(jobs, SELECTION | objective)
+    _check(jobs, SELECTION | others)
