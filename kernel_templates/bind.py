@@ -10,8 +10,9 @@ Eager path
     same host functions.
 
 Policy
-    Inputs and incoming gradients may have any strides; kernels see contiguous tensors. The copy is made inside the
-    operator, so what autograd keeps alive is the caller's tensor. Results never alias inputs or each other. Only needed
+    Inputs and incoming gradients may have any strides; kernels see contiguous tensors, on a GPU at addresses that are
+    multiples of 16 (a kernel is compiled anew for other addresses, and may then add in another order). The copy is made
+    inside the operator, so what autograd keeps alive is the caller's tensor. Results never alias inputs or each other. Only needed
     gradients are computed, each in its input's dtype; a missing incoming gradient reaches the kernel as None.
 
 Traits
@@ -157,7 +158,7 @@ class Operator:
         config: dict[str, Any],
     ) -> list[Tensor]:
         """Backward: the gradients of the inputs in ``wanted``, in the order of inputs, each in its input's dtype."""
-        upstream = {n: None if g is None else g.contiguous() for n, g in zip(self.outputs, grads, strict=True)}
+        upstream = {n: None if g is None else _plain(g) for n, g in zip(self.outputs, grads, strict=True)}
         found = self.candidate.backward(tensors, saved, upstream, wanted, config)
         results = []
         for n in self.inputs:
@@ -232,7 +233,7 @@ class Operator:
 
     def _contiguous(self, values: Sequence[Tensor | None], as_they_are: frozenset[str] = frozenset()) -> Tensors:
         return {
-            n: t if t is None or n in as_they_are else t.contiguous() for n, t in zip(self.inputs, values, strict=True)
+            n: t if t is None or n in as_they_are else _plain(t) for n, t in zip(self.inputs, values, strict=True)
         }
 
     def _config(self, tensors: Tensors) -> dict[str, Any]:
@@ -344,6 +345,13 @@ class _Eager(torch.autograd.Function):
             tensors, dict(zip(ctx.names, saved, strict=True)), grads, frozenset(sources.values()), ctx.config
         )
         return None, *operator._spread(sources, results)
+
+
+def _plain(t: Tensor) -> Tensor:
+    """The tensor as kernels see it: contiguous, and on a GPU aligned to 16 bytes."""
+    t = t.contiguous()
+    # a fake tensor has no address
+    return t.clone() if t.is_cuda and t.__class__ in _PLAIN and t.data_ptr() % 16 else t
 
 
 def _is_watched(values: Sequence[Tensor | None]) -> bool:

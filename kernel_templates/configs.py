@@ -75,10 +75,16 @@ def load(folder: Path) -> dict[str, list[Row]]:
 
 
 def distance(asked: dict[str, int], bucket: dict[str, int]) -> float:
-    """How far two buckets are: the sum of |log2| ratios over the sizes that the row names."""
-    return sum(
-        abs(math.log2(max(int(asked[name]), 1) / max(size, 1))) for name, size in bucket.items() if name in asked
-    )
+    """How far two buckets are: the sum of |log2| ratios over the sizes that the row names.
+
+    A row for smaller sizes counts twice as far: its tiles may not fit the larger ones.
+    """
+    total = 0.0
+    for name, size in bucket.items():
+        if name in asked:
+            apart = math.log2(max(int(asked[name]), 1) / max(size, 1))
+            total += 2.0 * apart if apart > 0 else -apart
+    return total
 
 
 def choose(tables: dict[str, list[Row]], device: str, bucket: dict[str, int]) -> Choice:

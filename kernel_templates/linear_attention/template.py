@@ -1391,14 +1391,24 @@ def backward(tensors, saved, grads, needs, spec, config):
     return {name: found[name] for name in needs}
 
 
+def tile_dim(size):
+    """Channels of a tile that holds a head: what shared memory and registers have to hold."""
+    if size <= 64:
+        return 64
+    if size <= 128:
+        return 128
+    return 256
+
+
 def bucket(tensors, spec):
     """The sizes by which a configuration is chosen."""
     q, v = tensors["q"], tensors["v"]
+    key_dim = tile_dim(q.shape[3])
     return {
         "tokens": q.shape[0] * q.shape[1],
         "heads": v.shape[2],
-        "key_dim": q.shape[3],
-        "value_dim": v.shape[3],
-        "decay_dim": q.shape[3] if spec.decay == "channel" else 1,
+        "key_dim": key_dim,
+        "value_dim": tile_dim(v.shape[3]),
+        "decay_dim": key_dim if spec.decay == "channel" else 1,
         "element_bytes": q.element_size(),
     }

@@ -587,11 +587,14 @@ def gradient_pass(
 
 def forward(tensors, spec, config, needs=None):
     """The outputs, and what backward needs; ``needs`` None means every gradient."""
-    outputs, saved = outputs_like(tensors, spec, config)
     scalar = spec.reduction == "mean" or spec.reduction == "sum"
     wanted = () if not scalar else everything(spec) if needs is None else needs
     if scalar:
+        # not outputs_like: it makes every gradient, and dW twice at once is a gigabyte
+        outputs = {"loss": tensors["x"].new_empty((), dtype=torch.float32)}
         saved = gradients_like(tensors, wanted, spec)
+    else:
+        outputs, saved = outputs_like(tensors, spec, config)
     rows_x, rows_target = flattened(tensors)
     weight = tensors["weight"]
     rows, hidden = rows_x.shape

@@ -315,12 +315,13 @@ def backward_kernel(
         tl.store(dx + done * D + col_D, through[W - 1].to(dx.dtype.element_ty), mask=inside_D)
         flows = first_of(through, COUNT=W - 1)
         before = shifted(x_D, before, W=W)
-    base = partial + strip * (W + 1) * D + col_D
+    # without gradients of weight and bias there is no partial to point into
+    share = strip * (W + 1)
     if WEIGHT_GRADIENT:
         for w in tl.static_range(W):
-            tl.store(base + w * D, shares[w], mask=col_D < D)
+            tl.store(partial + (share + w) * D + col_D, shares[w], mask=col_D < D)
     if BIAS_GRADIENT:
-        tl.store(base + W * D, d_bias_D, mask=col_D < D)
+        tl.store(partial + (share + W) * D + col_D, d_bias_D, mask=col_D < D)
 
 
 @triton.jit

@@ -21,9 +21,9 @@ def test_exact_bucket():
     assert (found.config, found.exact, found.note) == ({"rows": 4096}, True, "")
 
 
-@pytest.mark.parametrize(("asked", "taken"), [(2304, 4096), (700, 128), (800, 4096), (1, 128), (10**9, 4096)])
+@pytest.mark.parametrize(("asked", "taken"), [(2304, 4096), (400, 128), (410, 4096), (1, 128), (10**9, 4096)])
 def test_nearest_in_log_space(asked, taken):
-    # between 128 and 4096 the boundary is their geometric mean, 724
+    # a smaller row is twice as far: the boundary is where (a / 128)^2 = 4096 / a, at 406
     found = choose({"nvidia_h200": _rows(128, 4096)}, "nvidia_h200", {"hidden": asked})
     assert found.bucket == {"hidden": taken}
     assert not found.exact
