@@ -112,7 +112,11 @@ def _indexer(benchmark: Benchmark, normal: Any) -> dict[str, Tensor | None]:
         count = (at + 1).clamp_max(slots).unsqueeze(0).to(scores.device)
         return {"scores": scores, "target": target, "count": count}
     q, k = normal(1, tokens, spec.heads, spec.head_dim), normal(1, tokens, spec.head_dim)
-    tensors = {"q": q, "k": k, "weights": normal(1, tokens, spec.heads, scale=spec.heads**-0.5)}
+    weights = normal(1, tokens, spec.heads, scale=spec.heads**-0.5)
+    if tokens <= benchmark.at("reduced").tokens:
+        # where numerics are compared: whole numbers, so that no rounding decides between two scores
+        q, k, weights = q.round(), k.round(), (16.0 * weights).round() / 16.0
+    tensors = {"q": q, "k": k, "weights": weights}
     at = at.unsqueeze(0).to(q.device)
     slot = torch.zeros(slots, dtype=torch.int32, device=q.device)
     return {**tensors, "begin": torch.zeros_like(at), "end": at + 1, "slots": slot}

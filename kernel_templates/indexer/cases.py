@@ -209,4 +209,5 @@ def _compression_tensors(
     start[:, 1::5] = -1
     sharp = 4.0 if case.distribution == "sharp" else 1.0
     tensors = {"k": normal(batch, tokens, dim), "gate": sharp * normal(batch, tokens, dim), "bias": normal(pool, dim)}
-    return {n: t.to(device=device, dtype=dtype) for n, t in tensors.items()} | {"start": start.int().to(device)}
+    found: dict[str, Tensor | None] = {n: t.to(device=device, dtype=dtype) for n, t in tensors.items()}
+    return found | {"start": start.int().to(device)}
