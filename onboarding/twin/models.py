@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from onboarding.problem import Problem
 from onboarding.stages.parse.backbones import missing_backbones
 from onboarding.stages.parse.build import build_model, config_for, quiet
-from onboarding.stages.parse.inputs import PACKED_WITH_PLACES, loss_of, parameters_of, with_image
+from onboarding.stages.parse.inputs import drawn_values, loss_of, parameters_of, repeated, with_image
 from onboarding.stages.parse.marked import modeling_modules
 from onboarding.stages.parse.structure import embedding_of, find_layers
 from onboarding.twin import shrink
@@ -256,9 +256,9 @@ def step_inputs(model: Any, tokens: int, *, batch: int, seed: int | None) -> dic
     parameters = parameters_of(model.forward)
     arguments = [{"input_ids": ids, "labels": ids, "use_cache": False}]
     failure: Exception | None = None
-    one = (_repeated(given, batch) for given in with_image(model, ids)) if batch > 1 else ()
+    one = (repeated(given, batch) for given in with_image(model, ids)) if batch > 1 else ()
     for given in itertools.chain(arguments, with_image(model, ids), one):
-        values = {k: _drawn(k, v, generator) for k, v in given.items()}
+        values = {k: drawn_values(k, v, generator) for k, v in given.items()}
         values.pop("use_cache" if "use_cache" not in parameters and not _takes_more(model) else "", None)
         try:
             with torch.no_grad():
@@ -269,24 +269,6 @@ def step_inputs(model: Any, tokens: int, *, batch: int, seed: int | None) -> dic
         return values
     assert failure is not None
     raise failure
-
-
-def _repeated(given: dict[str, Any], batch: int) -> dict[str, Any]:
-    """The same image for every sequence, where an argument holds one."""
-    return {
-        k: v.repeat(batch, *[1] * (v.dim() - 1)) if isinstance(v, Tensor) and v.dim() and v.shape[0] == 1 else v
-        for k, v in given.items()
-    }
-
-
-def _drawn(name: str, value: Any, generator: torch.Generator) -> Any:
-    """Random numbers in the place of pixels; where a patch's place is written before them, it stays."""
-    if not isinstance(value, Tensor) or not value.is_floating_point() or name == "bbox":
-        return value
-    drawn = torch.randn(value.shape, generator=generator)
-    if name == PACKED_WITH_PLACES:
-        drawn[..., :2] = value[..., :2]
-    return drawn
 
 
 def _takes_more(model: Any) -> bool:

@@ -76,7 +76,7 @@ def test_the_page_shows_totals_rows_and_reasons(tmp_path: Path) -> None:
     entries = [entry("fine"), entry("broken"), entry("later")]
     write_report({row.key: row for row in (whole, broken)}, entries, page)
     text = page.read_text()
-    assert "| causal-lm | 3 | 2 | 1 | 1 | 0 of 0 | 1 | 1 | 1.0 | 2 |" in text
+    assert "| causal-lm | 3 | 2 | 1 | 1 | 0 of 0 | 1 | 1 | 0 | 1.0 | 2 |" in text
     assert "| fine | Fine | yes | yes | yes | - | 4 (2) | 3 | 5 of 6 | 6.00 -> 1.00 | 1.5 |" in text
     assert "| later | Later | not measured |" in text
     assert "- `causal-lm/broken`: the forward does not run: field x" in text

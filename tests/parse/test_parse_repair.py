@@ -105,3 +105,44 @@ def test_a_configuration_without_end_is_refused() -> None:
     with pytest.raises(Problem) as caught:
         check_sizes(deep)
     assert caught.value.kind == "config-too-deep"
+
+
+LLAMA = {
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 100,
+    "num_attention_heads": 4, "num_key_value_heads": 2,
+}  # fmt: skip
+MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+
+
+@pytest.mark.parametrize(
+    ("config", "field", "words"),
+    [
+        # neither divides 64 nor shares two key-value heads: it is the odd one of three
+        ({**MIXTRAL, "num_attention_heads": 7}, "num_attention_heads", "7 query heads"),
+        ({**MIXTRAL, "num_local_experts": 0}, "num_local_experts", "2 of 0 experts"),
+        ({**MIXTRAL, "num_experts_per_tok": 0}, "num_experts_per_tok", "0 of 4 experts"),
+        ({**LLAMA, "rope_parameters": {"rope_type": "bogus", "rope_theta": 1e4}}, "rope_parameters.rope_type", "yarn"),
+        ({**LLAMA, "intermediate_size": 0}, "intermediate_size", "it is 0"),
+        ({**LLAMA, "hidden_size": "big"}, "hidden_size", "'big'"),
+        ({**LLAMA, "head_dim": 63}, "head_dim", "63"),
+        ({**LLAMA, "layer_types": ["full_attention"]}, "layer_types", "1 entries for num_hidden_layers 2"),
+    ],
+)
+def test_the_field_that_does_not_fit_is_blamed(config: dict[str, Any], field: str, words: str) -> None:
+    with pytest.raises(Problem) as caught:
+        analyse(config, tokens=64)
+    assert caught.value.extra["field"] == field
+    assert words in caught.value.detail
+
+
+def test_a_tower_whose_parts_do_not_join_is_given_the_width_that_comes_in() -> None:
+    # transformers' default: 768 channels, four pixels a token, 3072 wide, read by a layer that expects 5632
+    config = {
+        "model_type": "llama4",
+        "architectures": ["Llama4ForConditionalGeneration"],
+        "text_config": {"model_type": "llama4_text", "num_hidden_layers": 1, "hidden_size": 5120, "vocab_size": 256},
+    }
+    found = analyse(config, tokens=64, assume=True)
+    assert found.trace.tower
+    assert found.config.vision_config.intermediate_size == 4 * found.config.vision_config.hidden_size
+    assert any("vision_config.intermediate_size taken as 3072" in words for words in found.architecture.warnings)

@@ -267,7 +267,8 @@ def _check_consistent(config: dict[str, Any], prefix: str) -> None:
     for found in contradictions(config):
         if found.certain:
             field = f"{prefix}{found.field}"
-            raise Problem("config-contradicts-itself", f"{field} does not fit: {found.why}", "", field=field)
+            how = "correct it, or the field that it is at odds with"
+            raise Problem("config-contradicts-itself", f"{field} does not fit: {found.why}", how, field=field)
 
 
 def _check_activation(name: str, field: str) -> None:

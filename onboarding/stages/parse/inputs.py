@@ -274,6 +274,24 @@ def with_image(model: Any, ids: torch.Tensor) -> Iterator[Inputs]:
         yield {**given, **text_inputs(parameters, ids, model.config), "use_cache": False}
 
 
+def repeated(given: Inputs, batch: int) -> Inputs:
+    """The same image for every sequence, where an argument holds one."""
+    return {
+        k: v.repeat(batch, *[1] * (v.dim() - 1)) if isinstance(v, torch.Tensor) and v.dim() and v.shape[0] == 1 else v
+        for k, v in given.items()
+    }
+
+
+def drawn_values(name: str, value: Any, generator: torch.Generator) -> Any:
+    """Random numbers in the place of pixels; where a patch's place is written before them, it stays."""
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point() or name == "bbox":
+        return value
+    drawn = torch.randn(value.shape, generator=generator)
+    if name == PACKED_WITH_PLACES:
+        drawn[..., :2] = value[..., :2]
+    return drawn
+
+
 def _states_of_another_model(model: Any, ids: torch.Tensor) -> Inputs:
     """For a draft model that reads its target's last keys and values, and embeddings beside hidden states."""
     text = model.config.get_text_config()

@@ -166,7 +166,7 @@ def _loss(model: Any, step: Observation, facts: ModelFacts, ledger: Ledger) -> N
     """The training loss against cross-entropy of shifted logits; what is left is an auxiliary loss."""
     with quiet(), torch.no_grad():
         try:
-            output = model(input_ids=step.ids, labels=step.ids, use_cache=False)
+            output = model(**{**step.given, "labels": step.ids})
         except Exception as failure:
             ledger.unproven("loss", "training loss", f"{type(failure).__name__}: {failure}"[:160])
             return
@@ -174,6 +174,9 @@ def _loss(model: Any, step: Observation, facts: ModelFacts, ledger: Ledger) -> N
         ledger.unproven("loss", "training loss", "the class gives none")
         return
     logits = output.logits.float()
+    if logits.shape[:-1] != step.ids.shape:
+        ledger.unproven("loss", "training loss", f"logits {list(logits.shape)} for {list(step.ids.shape)} tokens")
+        return
     plain = F.cross_entropy(logits[:, :-1].flatten(0, 1), step.ids[:, 1:].flatten())
     left = float(output.loss - plain)
     settings = {n: v for n, v in vars(model.config.get_text_config()).items() if _AUXILIARY.search(n) and v}
@@ -206,7 +209,7 @@ def _auxiliary_on(model: Any, step: Observation, facts: ModelFacts, ledger: Ledg
         return
     with quiet(), torch.no_grad():
         try:
-            output = model(input_ids=step.ids, labels=step.ids, use_cache=False, output_router_logits=True)
+            output = model(**{**step.given, "labels": step.ids, "output_router_logits": True})
             logits = output.logits.float()
         except Exception:
             return
@@ -237,7 +240,10 @@ def _gradients(model: Any, step: Observation, facts: ModelFacts, ledger: Ledger,
     if not isinstance(logits, Tensor) or not logits.requires_grad:
         ledger.unproven("parameters", "gradients", "no loss to differentiate")
         return
-    loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), step.ids[:, 1:].flatten())
+    if logits.shape[:-1] == step.ids.shape:
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), step.ids[:, 1:].flatten())
+    else:  # logits of another length: whatever is made of them, the same parameters are reached
+        loss = logits.float().square().mean()
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     found = torch.autograd.grad(loss, [p for _, p in named], retain_graph=True, allow_unused=True)
     ran = {c.path for c in step.calls if c.kind == "module"}

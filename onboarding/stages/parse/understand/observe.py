@@ -18,7 +18,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from transformers.modeling_utils import AttentionInterface
 
 from onboarding.stages.parse.build import quiet
+from onboarding.stages.parse.inputs import drawn_values, repeated, with_image
 from onboarding.stages.parse.marked import marked_functions, modeling_modules
+from onboarding.stages.parse.structure import embedding_of
 
 BATCH, TOKENS = 2, 72
 """Two sequences, longer than four of the twin's windows and no multiple of its chunks."""
@@ -82,6 +84,8 @@ class Observation:
     ids: Tensor
     calls: list[Call] = field(default_factory=list)
     output: Any = None
+    given: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the model."""
 
     def inside(self, path: str, kind: str | None = None) -> list[Call]:
         """Calls at or below a module."""
@@ -199,7 +203,7 @@ class _Recorder(TorchFunctionMode):
     def fused(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **kwargs: Any) -> Any:
         """torch's own attention, called by a module itself: noted as an attention function's call would be."""
         options = {"scaling": kwargs["scale"]} if kwargs.get("scale") is not None else {}
-        inputs = {"q": query, "k": key, "v": value, "mask": attn_mask, "rest": (), "kwargs": options}
+        inputs: dict[str, Any] = {"q": query, "k": key, "v": value, "mask": attn_mask, "rest": (), "kwargs": options}
         inputs["module"] = self.stack[-1].function if self.stack else self.observation.model
         call = self.add("attention", "scaled_dot_product_attention", inputs)
 
@@ -288,8 +292,18 @@ def tokens_for(model: nn.Module) -> int:
 
 def run_ids(model: Any, seed: int, tokens: int = TOKENS) -> Tensor:
     """Random plain-text token ids, [BATCH, tokens]."""
-    vocabulary = min(256, int(model.config.get_text_config().vocab_size))
+    own = getattr(model.config.get_text_config(), "vocab_size", None)
+    vocabulary = min(256, int(own or embedding_of(model).shape[0]))
     return torch.randint(vocabulary, (BATCH, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+def arguments_for(model: Any, ids: Tensor) -> Iterator[dict[str, Any]]:
+    """What to call a class with, without labels: text, then what goes with an image or with another model's states."""
+    yield {"input_ids": ids, "use_cache": False}
+    generator = torch.Generator().manual_seed(5)
+    for given in with_image(model, ids):
+        drawn = {k: drawn_values(k, v, generator) for k, v in repeated(given, ids.shape[0]).items() if k != "labels"}
+        yield {**drawn, "use_cache": False}
 
 
 def observe(model: Any, *, seed: int = 0, shift: int = 0, stream: int | None = None, own: bool = False) -> Observation:
@@ -303,12 +317,27 @@ def observe(model: Any, *, seed: int = 0, shift: int = 0, stream: int | None = N
         own: move on what the model's code counts itself, in place of what its modules are given.
     """
     model.eval()
-    observation = Observation(model, run_ids(model, seed, tokens_for(model)))
-    recorder = _Recorder(observation)
-    recorder.counted = shift if own else 0
-    with quiet(), _watched(recorder), _shifted(model, 0 if own else shift, stream), recorder, torch.enable_grad():
-        observation.output = model(input_ids=observation.ids, use_cache=False)
-    return observation
+    ids = run_ids(model, seed, tokens_for(model))
+    failure: Exception | None = None
+    for given in arguments_for(model, ids):
+        observation = Observation(model, ids, given=given)
+        recorder = _Recorder(observation)
+        recorder.counted = shift if own else 0
+        try:
+            with (
+                quiet(),
+                _watched(recorder),
+                _shifted(model, 0 if own else shift, stream),
+                recorder,
+                torch.enable_grad(),
+            ):
+                observation.output = model(**given)
+        except Exception as error:  # these are not the arguments
+            failure = failure or error
+            continue
+        return observation
+    assert failure is not None
+    raise failure
 
 
 @contextmanager

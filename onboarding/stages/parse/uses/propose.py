@@ -129,8 +129,9 @@ class Proposer:
                 self._unproven(module, "norm")
                 return
             spec, attributes = norm
-            hook = "gated_norm" if gated else "norm"
-            self._add(spec, call, module, hook, attributes, self._norm_role(call.path, gated))
+            self._add(
+                spec, call, module, "gated_norm" if gated else "norm", attributes, self._norm_role(call.path, gated)
+            )
         elif role == ROUTER and not isinstance(module, nn.Linear) and next(module.children(), None) is None:
             self._router(call, module, dtype)
         elif role in (DENSE, SHARED) and 2 <= sum(isinstance(c, nn.Linear) for c in module.children()) <= 3:
