@@ -36,14 +36,18 @@ def run(context: StageContext) -> TuneResult:
     """Search the family's space for the operator ``context.key``.
 
     Raises:
-        StageSkipped: there is no GPU.
-        Problem: the search or the proof of its result fails.
+        StageSkipped: there is no GPU, or the search or the proof of its result fails; says why.
     """
     if choose_device(context.options.device) == "cpu":
         raise StageSkipped(skip_reason(context.options.device))
     generated = context.result("generate", GenerateResult, context.key)
     source = context.artifacts.get(generated.candidate.digest)
-    return tune(source, load_spec(generated.spec), context)
+    try:
+        return tune(source, load_spec(generated.spec), context)
+    except Problem as problem:
+        # the kernel is proven with the family's own configurations: a search that fails costs speed, not the job
+        why = f"{problem.title}: {problem.detail}"[:400]
+        raise StageSkipped(f"{why}; the family's own configurations come with the bundle") from problem
 
 
 def skip_reason(asked: str) -> str:
