@@ -40,6 +40,11 @@ class Problem(Exception):
             body["instance"] = instance
         return body
 
+    def facts(self) -> dict[str, str]:
+        """The further members in words, for people; those that are empty are left out."""
+        hidden = ("errors", "retry_after")
+        return {n: _in_words(v) for n, v in self.extra.items() if n not in hidden and v not in ("", None, [], {})}
+
     @classmethod
     def from_dict(cls, body: dict[str, Any]) -> Problem:
         """Rebuild a problem that was stored or received."""
@@ -49,6 +54,15 @@ class Problem(Exception):
         return cls(
             kind, str(body.get("title", "")), str(body.get("detail", "")), status=int(body.get("status", 500)), **extra
         )
+
+
+def _in_words(value: Any) -> str:
+    """A JSON value as a line: what a mapping holds by name, lists of lists by their length."""
+    if isinstance(value, dict):
+        return ", ".join(f"{name.replace('_', ' ')} {_in_words(inner)}" for name, inner in value.items())
+    if isinstance(value, list):
+        return str(len(value)) if any(isinstance(v, list | dict) for v in value) else "; ".join(map(str, value))
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) and value >= 10_000 else str(value)
 
 
 class StageSkipped(Exception):

@@ -48,9 +48,8 @@ def show_problem(problem: Problem) -> None:
     err.print(Text.assemble(("error  ", "bold red"), (problem.title, "bold")))
     if problem.detail:
         err.print(Text(f"       {problem.detail}"))
-    for name, value in problem.extra.items():
-        if name not in ("errors", "retry_after") and value not in ("", None):
-            err.print(Text(f"       {name}: {value}", style="dim"))
+    for name, value in problem.facts().items():
+        err.print(Text(f"       {name}: {value}", style="dim"))
 
 
 def show_crash(error: BaseException) -> None:

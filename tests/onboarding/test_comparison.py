@@ -103,6 +103,20 @@ def test_operators_differ_by_switches_not_by_size() -> None:
     assert any("offset" in name for name, state in rows.items() if state == "new")
 
 
+def test_a_switch_that_means_nothing_is_not_named() -> None:
+    from kernel_templates.routing.spec import Spec
+
+    def routing(**flags: Any) -> OperatorUse:
+        spec = Spec(experts=8, top_k=2, **flags)
+        plain = norm(64)
+        return plain.model_copy(update={"spec": spec.to_dict(), "digest": spec.digest(), "words": spec.words()})
+
+    grouped = {"groups": 4, "top_groups": 2}
+    found = compare(model("a", block()), model("b", block(), uses=[routing(), routing(**grouped)])).operators
+    names = {row.name for row in found if row.name.startswith("routing")}
+    assert names == {"routing: activation softmax", "routing: activation softmax, group score top2"}
+
+
 def test_the_nearest_is_the_most_alike() -> None:
     others = [model("far", NEW), model("near", OLD)]
     best = nearest(model("mine", OLD), others)
