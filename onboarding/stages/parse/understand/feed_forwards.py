@@ -244,6 +244,7 @@ def _prove_sum(
         for c in inside
         if c.path not in (part.path, call.path)
         and not c.path.startswith(call.path + ".")
+        and not call.path.startswith(c.path + ".")  # a wrapper of the experts is no term of its own
         and c.results()
         and c.results()[0].numel() == x.numel()
         and sum(p.dim() >= 2 for p in _module(c).parameters()) >= 2
