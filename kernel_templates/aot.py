@@ -40,6 +40,8 @@ class Job:
     tensors: TensorShapes
     config: dict[str, Any]
     label: str = ""
+    alone: bool = False
+    """Compile what every gradient alone asks for, too: a kernel may leave out what others need."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,24 +121,37 @@ def recorded() -> Iterator[list[Launch]]:
         JITFunction.run = stock
 
 
-def record_launches(module: Any, tensors: TensorShapes, config: dict[str, Any]) -> dict[str, list[Launch]]:
-    """The launches of one forward and one backward with every gradient, by phase."""
+def record_launches(
+    module: Any, tensors: TensorShapes, config: dict[str, Any], alone: bool = False
+) -> dict[str, list[Launch]]:
+    """The launches of one forward and one backward with every gradient, by phase.
+
+    ``alone``: and ``"x alone"``, those of a forward and a backward for the gradient of x only, for every x.
+    """
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    by_need = (getattr(module, "TRAITS", None) or {}).get("forward_needs", False)
     with FakeTensorMode(), recorded() as launches:
         given = {
             name: None if entry is None else torch.empty(entry[0], dtype=getattr(torch, entry[1]))
             for name, entry in tensors.items()
         }
-        outputs, saved = module.forward(dict(given), config)
-        split = len(launches)
-        grads = {n: torch.empty_like(t) for n, t in outputs.items()}
-        needs = frozenset(
-            n for n, role in module.INPUTS.items() if "differentiable" in role and given.get(n) is not None
-        )
-        module.backward(dict(given), saved, grads, needs, config)
-    return {"forward": launches[:split], "backward": launches[split:]}
+
+        def both(needs: frozenset[str]) -> int:
+            outputs, saved = module.forward(dict(given), config, *[needs] * by_need)
+            split = len(launches)
+            module.backward(dict(given), saved, {n: torch.empty_like(t) for n, t in outputs.items()}, needs, config)
+            return split
+
+        needs = [n for n, role in module.INPUTS.items() if "differentiable" in role and given.get(n) is not None]
+        split = both(frozenset(needs))
+        phases = {"forward": launches[:split], "backward": launches[split:]}
+        for name in needs if alone else ():
+            launches.clear()
+            both(frozenset([name]))
+            phases[f"{name} alone"] = launches[:]
+    return phases
 
 
 def compile_launch(launch: Launch, arch: int) -> Any:
@@ -188,7 +203,8 @@ def _compile_jobs(request: dict[str, Any]) -> list[KernelReport]:
     for job in request["jobs"]:
         module = load_module(Path(job["source"]))
         tensors = {n: None if t is None else (tuple(t[0]), t[1]) for n, t in job["tensors"].items()}
-        for phase, launches in record_launches(module, tensors, job["config"]).items():
+        phases = record_launches(module, tensors, job["config"], job.get("alone", False))
+        for phase, launches in phases.items():
             for launch in launches:
                 started = time.perf_counter()
                 name = launch.kernel.fn.__name__

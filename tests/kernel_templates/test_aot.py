@@ -70,7 +70,7 @@ def _job(family, fields, folder: Path) -> Job:
     shapes = {
         n: None if t is None else (tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in tensors.items()
     }
-    return Job(source=source, tensors=shapes, config=config, label=spec.words())
+    return Job(source=source, tensors=shapes, config=config, label=spec.words(), alone=True)
 
 
 def _check(reports: list[KernelReport]) -> None:
