@@ -21,6 +21,8 @@ KNOWN_TRITON = ("3.6.",)
 REMEMBERED = 1024
 """Launches kept by kernel; when sizes change at every call, the oldest are forgotten all at once."""
 
+_NUMBERS = frozenset((int, bool, float, str, type(None)))
+"""What stands in a key by its value."""
 _NOTHING = (None, None, None)
 """Metadata and hooks of a launch: nobody listens."""
 
@@ -52,13 +54,14 @@ class Launcher:
                 if value.device.index != device:
                     return self.stock(*args, grid=grid, warmup=warmup, **kwargs)
                 facts += (value.dtype, value.data_ptr() % 16 == 0)
-            else:
+            elif value.__class__ in _NUMBERS:
                 facts += (value.__class__, value)
-        key = (*facts, *kwargs, *kwargs.values())
-        try:
-            kernel = self.seen.get(key)
-        except TypeError:  # a tuple of tensors, say, has no place in a key
+            else:  # a tuple of tensors, a descriptor: no facts to remember it by
+                return self.stock(*args, grid=grid, warmup=warmup, **kwargs)
+        if not _NUMBERS.issuperset(map(type, kwargs.values())):
             return self.stock(*args, grid=grid, warmup=warmup, **kwargs)
+        key = (*facts, *kwargs, *kwargs.values())
+        kernel = self.seen.get(key)
         if kernel is None:
             return self._first(key, args, grid, kwargs)
         compiled, order = kernel
@@ -79,8 +82,7 @@ class Launcher:
         """Launch through Triton, and remember what it compiled if every argument was given."""
         compiled = self.stock(*args, grid=grid, warmup=False, **kwargs)
         order = self.names[len(args) :]
-        tensors = any(isinstance(value, Tensor) for value in kwargs.values())
-        if compiled is not None and not tensors and all(name in kwargs for name in order):
+        if compiled is not None and all(name in kwargs for name in order):
             if len(self.seen) >= REMEMBERED:
                 self.seen.clear()
             self.seen[key] = (compiled, order)

@@ -36,8 +36,8 @@ class Kernel:
 
     def run(self, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Compiled:
         self.stock_launches += 1
-        facts = [(a.dtype, a.data_ptr() % 16 == 0) if isinstance(a, torch.Tensor) else a for a in args]
-        return self.compiled.setdefault((*facts, *kwargs.items()), Compiled())
+        facts = [(a.dtype, a.data_ptr() % 16 == 0) if isinstance(a, torch.Tensor) else str(a) for a in args]
+        return self.compiled.setdefault((*facts, str(kwargs)), Compiled())
 
 
 @pytest.fixture
@@ -94,7 +94,7 @@ def test_a_value_of_another_tensor_is_passed_on(kernel: Kernel) -> None:
     assert compiled.launches[0][9] is y
 
 
-@pytest.mark.parametrize("why", ["grid", "hook", "profiler", "default", "warmup"])
+@pytest.mark.parametrize("why", ["grid", "hook", "profiler", "default", "warmup", "tuple", "tensor by name"])
 def test_what_it_does_not_know_goes_through_triton(kernel: Kernel, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
     run, x = Launcher(kernel), torch.zeros(8)
     given: dict[str, Any] = {"grid": (1,), "warmup": False, "BLOCK": 64}
@@ -108,8 +108,12 @@ def test_what_it_does_not_know_goes_through_triton(kernel: Kernel, monkeypatch: 
         del given["BLOCK"]  # Triton knows the default, the launcher does not
     if why == "warmup":
         given["warmup"] = True
+    if why == "tensor by name":
+        given["other"] = x
+    first: Any = (x, x) if why == "tuple" else x
     for _ in range(3):
-        run(x, x, 5, 0.5, **given)
+        run(first, x, 5, 0.5, **given)
+    assert not run.seen  # what is not in a key is not kept alive by one
     assert kernel.stock_launches == 3
 
 

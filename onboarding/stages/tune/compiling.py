@@ -105,6 +105,8 @@ def _recipes(source: Path, shapes: TensorShapes, config: Config) -> tuple[list[R
 
 def _recipe(launch: Launch) -> Recipe:
     def plain(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(plain, value))
         return Pointer(str(value.dtype).removeprefix("torch.")) if isinstance(value, Tensor) else value
 
     kwargs = tuple(sorted((name, plain(value)) for name, value in launch.kwargs.items()))
@@ -113,6 +115,8 @@ def _recipe(launch: Launch) -> Recipe:
 
 def _compile(source: Path, arch: int, recipe: Recipe) -> tuple[Recipe, int, str]:
     def tensor(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(tensor, value))
         return torch.empty(1, dtype=getattr(torch, value.dtype)) if isinstance(value, Pointer) else value
 
     try:
