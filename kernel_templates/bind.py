@@ -11,9 +11,10 @@ Eager path
 
 Policy
     Inputs and incoming gradients may have any strides; kernels see contiguous tensors, on a GPU at addresses that are
-    multiples of 16 (a kernel is compiled anew for other addresses, and may then add in another order). The copy is made
-    inside the operator, so what autograd keeps alive is the caller's tensor. Results never alias inputs or each other. Only needed
-    gradients are computed, each in its input's dtype; a missing incoming gradient reaches the kernel as None.
+    multiples of 16 (a kernel is compiled anew for other addresses, and may then add in another order). The copy is
+    made inside the operator, so what autograd keeps alive is the caller's tensor. Results never alias inputs or each
+    other. Only needed gradients are computed, each in its input's dtype; a missing incoming gradient reaches the kernel
+    as None.
 
 Traits
     A candidate may say more about itself in ``TRAITS`` (a template: ``traits(spec)``), to save memory and traffic:

@@ -62,8 +62,8 @@ CAPS: dict[str, Cap] = {
     "attention_residual": Cap(output=4e-3, gradient=5e-3, by_gradient=(("query", 1e-2),)),
     # gradients of products are rounded before the next product, and each key's part once
     "indexer": Cap(output=4e-3, gradient=6e-3),
-    # gradients: dS or P rounded, delta from a rounded output, each key's part once, the result; a sink's gradient is a sum
-    # of deltas of either sign
+    # gradients: dS or P rounded, delta from a rounded output, each key's part once, the result; a sink's gradient is a
+    # sum of deltas of either sign
     "sparse_attention": Cap(output=4e-3, gradient=5e-3, by_gradient=(("sink", 1e-2),)),
     "moe": Cap(output=8e-3, gradient=1e-2),
     # the gradients of decay and beta are differences of nearly equal sums
