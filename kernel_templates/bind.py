@@ -233,9 +233,7 @@ class Operator:
         return [gradients[sources[n]] if n in sources else None for n in self.inputs]
 
     def _contiguous(self, values: Sequence[Tensor | None], as_they_are: frozenset[str] = frozenset()) -> Tensors:
-        return {
-            n: t if t is None or n in as_they_are else _plain(t) for n, t in zip(self.inputs, values, strict=True)
-        }
+        return {n: t if t is None or n in as_they_are else _plain(t) for n, t in zip(self.inputs, values, strict=True)}
 
     def _config(self, tensors: Tensors) -> dict[str, Any]:
         device = next(t.device for t in tensors.values() if t is not None)
