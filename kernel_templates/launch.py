@@ -48,7 +48,7 @@ class Launcher:
         ):
             return self.stock(*args, grid=grid, warmup=warmup, **kwargs)
         device = torch.cuda.current_device()
-        facts = [device]
+        facts: list[Any] = [device]
         for value in args:
             if isinstance(value, Tensor):
                 if value.device.index != device:
@@ -102,4 +102,4 @@ def quicken(module: Any) -> None:
 
     for value in list(vars(module).values()):
         if isinstance(value, JITFunction) and not isinstance(value.run, Launcher):
-            value.run = Launcher(value)  # type: ignore[method-assign]
+            value.run = Launcher(value)
