@@ -108,9 +108,7 @@ def rounded_reference(
 
 def leaf_rows(dtype: torch.dtype) -> int:
     """Rows of a block whose decays the kernels take relative to its middle row; see the template."""
-    if dtype == torch.bfloat16:
-        return 16
-    return 8 if dtype == torch.float32 else 1
+    return 16 if dtype == torch.bfloat16 else 1
 
 
 # ---- both forms ----------------------------------------------------------------------------------------------------

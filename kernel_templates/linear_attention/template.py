@@ -1082,12 +1082,10 @@ def padded(size):
 def leaf_rows(dtype):
     """Rows of a block whose decays are taken relative to its middle row.
 
-    bf16 reaches e^80, and e^-10 is below its resolution. fp32 needs e^-20 for that, fp16 overflows past e^11: it
-    halves down to single rows.
+    bf16 reaches e^80, and e^-10 is below its resolution. fp16 overflows past e^11, and in fp32 an exponent of 80 costs
+    80 roundings: both halve down to single rows, where no factor passes 1.
     """
-    if dtype == torch.bfloat16:
-        return 16
-    return 8 if dtype == torch.float32 else 1
+    return 16 if dtype == torch.bfloat16 else 1
 
 
 def smallest_beta(dtype):
