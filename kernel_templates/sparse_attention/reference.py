@@ -56,9 +56,11 @@ def reference(tensors: Tensors, spec: Spec) -> dict[str, Tensor]:
     v = _wide(tensors, "v") if spec.separate else k
     tokens, heads, _ = q.shape
     keys, groups, _ = k.shape
-    scores = torch.einsum("tgnd,sgd->tgns", q.reshape(tokens, groups, heads // groups, -1), k)
+    scores = torch.einsum("tgnd,sgd->tgns", q.reshape(tokens, groups, heads // groups, q.shape[-1]), k)
     if spec.rope:
-        q_rope = _wide(tensors, "q_rope").reshape(tokens, groups, heads // groups, -1)
+        q_rope = _wide(tensors, "q_rope")
+        # no -1: with no tokens nothing says how wide a head is
+        q_rope = q_rope.reshape(tokens, groups, heads // groups, q_rope.shape[-1])
         scores = scores + torch.einsum("tgnd,sgd->tgns", q_rope, _wide(tensors, "k_rope"))
     times = times_listed(index, groups, keys)
     seen = times[:, :, None] > 0

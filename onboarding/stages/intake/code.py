@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from onboarding import syntax
 from onboarding.problem import Problem
 
 _SUSPICIOUS = {
@@ -58,7 +59,7 @@ def parse_python(name: str, content: bytes) -> ast.Module:
         Problem: ``code-syntax-error`` with file and line.
     """
     try:
-        return ast.parse(content, filename=name)
+        return syntax.parse(content, name)
     except SyntaxError as error:
         raise Problem(
             "code-syntax-error",

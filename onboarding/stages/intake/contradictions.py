@@ -8,6 +8,7 @@ from typing import Any
 
 _EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts")
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
+_GROUPS = ("n_group", "num_expert_group")
 _POSITIVE = ("hidden_size", "intermediate_size", "vocab_size", "num_hidden_layers", "num_attention_heads")
 
 
@@ -35,6 +36,7 @@ def contradictions(fields: Mapping[str, Any]) -> Iterator[Contradiction]:
         field = "num_attention_heads" if uneven else "num_key_value_heads"  # the one that fits nothing else either
         yield Contradiction(field=field, why=why, certain=True)
     yield from _experts(fields)
+    yield from _expert_groups(fields)
     for name in ("layer_types", "mlp_layer_types"):
         entries, depth = fields.get(name), _count(fields, "num_hidden_layers")
         if isinstance(entries, list) and depth and len(entries) != depth:
@@ -59,6 +61,19 @@ def _experts(fields: Mapping[str, Any]) -> Iterator[Contradiction]:
         yield Contradiction(field=held, why=f"{chosen} of {experts} experts a token")
     elif experts > 0 and chosen < 1:
         yield Contradiction(field=name, why=f"{chosen} of {experts} experts a token")
+
+
+def _expert_groups(fields: Mapping[str, Any]) -> Iterator[Contradiction]:
+    experts = next((v for n in _EXPERTS if (v := _count(fields, n)) is not None), None)
+    name, groups = next(((n, v) for n in _GROUPS if (v := _count(fields, n)) is not None), ("", None))
+    best = _count(fields, "topk_group")
+    # a greedy choice never looks at the groups
+    if not groups or groups < 1 or fields.get("topk_method") == "greedy":
+        return
+    if experts and experts % groups:
+        yield Contradiction(field=name, why=f"{experts} experts do not divide into {groups} groups", certain=True)
+    if best is not None and best > groups:
+        yield Contradiction(field="topk_group", why=f"{best} of {groups} groups of experts a token", certain=True)
 
 
 def _count(fields: Mapping[str, Any], name: str) -> int | None:

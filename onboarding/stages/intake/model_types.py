@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
+from onboarding import syntax
+
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigClass:
@@ -68,7 +70,7 @@ def _tables() -> dict[str, dict[str, str]]:
     for name in ("auto_mappings.py", "configuration_auto.py"):
         path = package / "models" / "auto" / name
         if path.is_file():
-            for table, pairs in _string_pairs(ast.parse(path.read_text(encoding="utf-8"))).items():
+            for table, pairs in _string_pairs(syntax.parse(path.read_text(encoding="utf-8"), str(path))).items():
                 merged.setdefault(table, {}).update(pairs)
     return merged
 
@@ -85,7 +87,7 @@ def known_classes() -> frozenset[str]:
     if not path.is_file():
         return frozenset()
     names: set[str] = set()
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+    for node in syntax.parse(path.read_text(encoding="utf-8"), str(path)).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]).endswith("_MAPPING_NAMES"):
             found = (leaf.value for leaf in ast.walk(node.value) if isinstance(leaf, ast.Constant))
             names.update(value for value in found if isinstance(value, str) and value[:1].isupper())
@@ -98,7 +100,7 @@ def known_activations() -> frozenset[str]:
     path = (_package() or Path()) / "activations.py"
     if not path.is_file():
         return frozenset()
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+    for node in syntax.parse(path.read_text(encoding="utf-8"), str(path)).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "ACT2CLS":
             keys = getattr(node.value, "keys", [])
             return frozenset(k.value for k in keys if isinstance(k, ast.Constant) and isinstance(k.value, str))
@@ -140,7 +142,11 @@ def config_class(model_type: str) -> ConfigClass | None:
         return None
     folder = _tables().get("SPECIAL_MODEL_TYPE_TO_MODULE_NAME", {}).get(model_type, model_type.replace("-", "_"))
     for path in sorted((package / "models" / folder).glob("configuration_*.py")):
-        nodes = {n.name: n for n in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(n, ast.ClassDef)}
+        nodes = {
+            n.name: n
+            for n in syntax.parse(path.read_text(encoding="utf-8"), str(path)).body
+            if isinstance(n, ast.ClassDef)
+        }
         if name not in nodes:
             continue
         chain = [nodes[name]]

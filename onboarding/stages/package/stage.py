@@ -7,6 +7,7 @@ import importlib.metadata
 import io
 import json
 import platform
+import re
 import shutil
 import tarfile
 from pathlib import Path
@@ -35,7 +36,7 @@ def run(context: StageContext) -> PackageResult:
     facts = collect(context)
     narrative = context.policy.narrate(brief(facts))
     facts = facts.model_copy(update={"narrative": narrative, "costs": context.policy.costs()})
-    name = f"{facts.intake.name}-{BUNDLE_VERSION}"
+    name = bundle_name(facts.intake.name)
     folder = context.scratch / name
     folder.mkdir(parents=True)
 
@@ -67,6 +68,12 @@ def run(context: StageContext) -> PackageResult:
         public_key=public_key,
         manifest_sha256=manifest,
     )
+
+
+def bundle_name(name: str) -> str:
+    """A folder's name that a shell, a path and Python's source take as it is, from whatever a user called the model."""
+    plain = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.")
+    return f"{plain[:100] or 'model'}-{BUNDLE_VERSION}"
 
 
 def _write_kernels(context: StageContext, folder: Path, facts: Facts, name: str) -> None:

@@ -1,0 +1,61 @@
+"""Many threads parse Python at once, as the API's do."""
+
+from __future__ import annotations
+
+import ast
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from onboarding import syntax
+from onboarding.stages.intake.contradictions import contradictions
+from onboarding.stages.package.stage import bundle_name
+
+DEEP = (
+    "x = "
+    + "(" * 60
+    + "1"
+    + ")" * 60
+    + "\n"
+    + "def f():\n"
+    + "".join(f"{' ' * (4 + i)}if a:\n" for i in range(60))
+    + " " * 70
+    + "pass\n"
+)
+
+
+def test_threads_that_parse_at_one_moment_all_get_their_tree() -> None:
+    with ThreadPoolExecutor(8) as pool:
+        trees = list(pool.map(lambda n: syntax.parse(DEEP, f"{n}.py"), range(200)))
+    assert all(ast.dump(tree) == ast.dump(trees[0]) for tree in trees)
+
+
+@pytest.mark.parametrize(
+    ("name", "folder"),
+    [
+        ("kimi-linear", "kimi-linear-0.1.0"),
+        ("<b>x</b>/../../etc", "b-x-b-..-..-etc-0.1.0"),
+        ('My "best" model; $(id)', "My-best-model-id-0.1.0"),
+        ("../..", "model-0.1.0"),
+        ("模型", "model-0.1.0"),
+    ],
+)
+def test_a_bundle_has_a_name_that_every_shell_takes(name: str, folder: str) -> None:
+    assert bundle_name(name) == folder
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"n_routed_experts": 64, "n_group": 7, "topk_group": 3}, ["n_group"]),
+        ({"n_routed_experts": 256, "n_group": 8, "topk_group": 9}, ["topk_group"]),
+        ({"num_experts": 256, "num_expert_group": 3}, ["num_expert_group"]),
+        ({"n_routed_experts": 64, "n_group": 7, "topk_method": "greedy"}, []),
+        ({"n_routed_experts": 256, "n_group": 8, "topk_group": 4}, []),
+        ({"n_routed_experts": 64, "n_group": None}, []),
+    ],
+)
+def test_groups_of_experts_that_do_not_fit_are_named(fields: dict[str, object], named: list[str]) -> None:
+    found = list(contradictions(fields))
+    assert [each.field for each in found] == named
+    assert all(each.certain for each in found)
