@@ -124,8 +124,8 @@ def project(
 
 
 def uneven(chosen: Setting, trial: float) -> list[UnevenPoint]:
-    """The step at some loads of the busiest expert rank."""
-    if not chosen.work.experts:
+    """The step at some loads of the busiest expert rank; none where no rank waits for another's experts."""
+    if not chosen.work.experts or chosen.ep == 1:
         return []
     loads = (1.25, 1.5, 2.0)
     found = predict([replace(chosen, imbalance=load) for load in loads], trial=trial)

@@ -75,7 +75,7 @@ def run(context: StageContext) -> ScaleResult:
         dry_reason=dry_reason,
         gloo=gloo,
         gloo_reason=gloo_reason,
-        not_measured=_not_measured(hardware),
+        not_measured=_not_measured(hardware, dry=not dry_reason, gloo=not gloo_reason),
         seconds=round(time.monotonic() - started, 1),
     )
 
@@ -111,10 +111,13 @@ def _summary(hardware: Hardware, modes: list[ModePlan]) -> str:
     return f"{hardware.devices} devices (projection); {'; '.join(parts)}"
 
 
-def _not_measured(hardware: Hardware) -> list[str]:
-    return [
-        f"Nothing ran on {hardware.devices} devices: budget and step time are projections, and the dry run computes "
-        "and sends nothing.",
-        "Processes of one machine over gloo show that every layout gives the same losses. Their times say nothing of "
-        "GPUs and NCCL.",
-    ]
+def _not_measured(hardware: Hardware, *, dry: bool, gloo: bool) -> list[str]:
+    """What no run stands behind; of the runs, only those that were made are named."""
+    ran = ", and the dry run computes and sends nothing" if dry else ""
+    found = [f"Nothing ran on {hardware.devices} devices: budget and step time are projections{ran}."]
+    if gloo:
+        found.append(
+            "Processes of one machine over gloo show that every layout gives the same losses. Their times say nothing "
+            "of GPUs and NCCL."
+        )
+    return found

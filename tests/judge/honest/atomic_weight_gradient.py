@@ -19,12 +19,13 @@ def backward(tensors, saved, grads, needs, config):
         total = h.new_zeros((hidden,), dtype=torch.float32)
         if rows > 0 and hidden > 0:
             partial = h.new_empty((2, hidden), dtype=torch.float32)
-            block = 1 << (hidden - 1).bit_length()
+            block, first = 1 << (hidden - 1).bit_length(), 1 << (hidden.bit_length() - 1)
             dy = grads["y"]
             _backward_kernel[(2,)](
                 h.new_zeros(h.shape) if dy is None else dy, h, tensors["weight"], tensors["gate"], saved["rstd"],
                 torch.empty_like(h), torch.empty_like(h), partial, rows, hidden,
-                WEIGHT_GRADIENT=True, ROWS=config["backward_rows"], BLOCK_D=block, num_warps=1,
+                WEIGHT_GRADIENT=True, STAGES=1, ROWS=config["backward_rows"], BLOCK_D=first, BLOCK_E=block - first,
+                num_warps=1,
             )  # fmt: skip
             _add_up[(2,)](partial, total, hidden, BLOCK_D=block, num_warps=1)
         gradients["weight"] = total.to(tensors["weight"].dtype)
