@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import traceback
 from pathlib import Path
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from kernel_templates.registry import load_spec
 from kernel_templates.spec import OperatorSpec
 from onboarding.context import StageContext
-from onboarding.problem import Problem
+from onboarding.problem import Problem, StageSkipped
 from onboarding.stages.generate.result import GenerateResult
 from onboarding.stages.judge.judging import judge
 from onboarding.stages.judge.result import JudgeResult
@@ -22,7 +23,8 @@ def run(context: StageContext) -> JudgeResult:
     """Judge the candidate that generate made for the operator ``context.key``.
 
     Raises:
-        Problem: no sandbox works here, or the judge itself fails. A bad candidate is a refusal, not an error.
+        Problem: no sandbox works here, or this machine fails it. A bad candidate is a refusal, not an error.
+        StageSkipped: judging this operator ran into a fault of the judge's own; the others go on.
     """
     generated = context.result("generate", GenerateResult, context.key)
     source = context.artifacts.get(generated.candidate.digest)
@@ -32,15 +34,23 @@ def run(context: StageContext) -> JudgeResult:
     key = cache.key(source, spec, device, context.profile.judge_cases)
     result = cache.get(key)
     if result is None:
-        result = judge(
-            source,
-            spec,
-            folder=context.scratch / "judge",
-            device=device,
-            cases=context.profile.judge_cases,
-            unsafe=context.settings.unsafe_no_sandbox,
-            progress=context.progress,
-        )
+        try:
+            result = judge(
+                source,
+                spec,
+                folder=context.scratch / "judge",
+                device=device,
+                cases=context.profile.judge_cases,
+                unsafe=context.settings.unsafe_no_sandbox,
+                progress=context.progress,
+            )
+        except (Problem, OSError, MemoryError):
+            raise  # of this machine: trying again may help
+        except Exception as fault:
+            # the same inputs would raise it again: it costs this operator its kernel, not the job
+            traceback.print_exc()
+            why = f"the judge itself failed on this operator ({type(fault).__name__}: {fault})"[:400]
+            raise StageSkipped(f"{why}; torch keeps serving it. Please report this with the step's log") from fault
         cache.put(key, result)
     document = context.save(
         f"verdict_{context.key}.json", result.model_dump_json(indent=2).encode(), "application/json"
