@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
     with ThreadPoolExecutor(options.jobs) as pool:
         for done in as_completed([pool.submit(_judge, name, options) for name in names]):
             verdicts.append(done.result())
-            # after every verdict: what was judged is kept when the lease ends first
+            # after every verdict: what was judged is kept when the machine goes first
             (options.out / "verdicts.json").write_text(json.dumps(verdicts, indent=1) + "\n")
             _say(verdicts[-1])
     return 0 if all(v["outcome"] == "accepted" for v in verdicts) else 1

@@ -62,7 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
             left = options.budget - (time.monotonic() - began)
             rows.append(_row(benchmark, device, Path(folder), options.peers, "tiny" if options.tiny else "full", left))
             record["seconds"] = round(time.monotonic() - began, 1)
-            # after every row: what was measured is kept when a later peer tunes past the end of the lease
+            # after every row: what was measured is kept when a later peer tunes past the limit
             path.write_text(json.dumps(record, indent=1) + "\n")
             print(f"{record['seconds']:6.1f} s  {benchmark.name}: {rows[-1]['status']}", file=sys.stderr)
             print(table(rows[-1:]), file=sys.stderr)

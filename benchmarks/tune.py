@@ -10,7 +10,6 @@ import argparse
 import json
 import sys
 import time
-from functools import partial
 from multiprocessing.pool import Pool
 from pathlib import Path
 from typing import Any
@@ -70,8 +69,7 @@ def _row(benchmark: Benchmark, pool: Pool, options: argparse.Namespace) -> dict[
         def compiled(some: list[dict[str, Any]]) -> list[bool]:
             return [not each.errors for each in compile_configs(pool, Path(module.__file__ or ""), shapes, some, 90)]
 
-        tried: dict[str, Any] = {}
-        ranked = tune(bench, configs, compiled, options.seconds, partial(_note, tried))
+        ranked = tune(bench, configs, compiled, options.seconds, lambda **_: None)
         best = ranked[0]
         own = next((e for e in ranked if e.config == shipped), None)
         row |= {
@@ -85,10 +83,6 @@ def _row(benchmark: Benchmark, pool: Pool, options: argparse.Namespace) -> dict[
     except Exception as problem:
         row["error"] = f"{type(problem).__name__}: {problem}"[:500]
     return row | {"seconds": round(time.monotonic() - began, 1)}
-
-
-def _note(tried: dict[str, Any], **data: Any) -> None:
-    tried.update(data)
 
 
 def _changed(base: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:

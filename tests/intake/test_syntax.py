@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -11,23 +12,26 @@ from onboarding import syntax
 from onboarding.stages.intake.contradictions import contradictions
 from onboarding.stages.package.stage import bundle_name
 
-DEEP = (
-    "x = "
-    + "(" * 60
-    + "1"
-    + ")" * 60
-    + "\n"
-    + "def f():\n"
-    + "".join(f"{' ' * (4 + i)}if a:\n" for i in range(60))
-    + " " * 70
-    + "pass\n"
-)
 
+def test_threads_parse_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    inside, met = 0, threading.Event()
+    stock = ast.parse
 
-def test_threads_that_parse_at_one_moment_all_get_their_tree() -> None:
-    with ThreadPoolExecutor(8) as pool:
-        trees = list(pool.map(lambda n: syntax.parse(DEEP, f"{n}.py"), range(200)))
-    assert all(ast.dump(tree) == ast.dump(trees[0]) for tree in trees)
+    def watched(source: str, filename: str) -> ast.Module:
+        nonlocal inside
+        inside += 1
+        if inside > 1:
+            met.set()
+        tree = stock(source, filename=filename)
+        met.wait(0.02)  # long enough for another thread to come in, if it could
+        inside -= 1
+        return tree
+
+    monkeypatch.setattr(syntax.ast, "parse", watched)
+    with ThreadPoolExecutor(4) as pool:
+        trees = list(pool.map(lambda n: syntax.parse(f"x = {n}", f"{n}.py"), range(12)))
+    assert not met.is_set()
+    assert [ast.unparse(tree) for tree in trees] == [f"x = {n}" for n in range(12)]
 
 
 @pytest.mark.parametrize(

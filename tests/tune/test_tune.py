@@ -95,7 +95,8 @@ def test_every_family_says_what_a_training_step_hands_it(family: str) -> None:
         )
         for count in (24, 48)
     }
-    assert set(made[24]) == {role.name for role in small.inputs()} | set(made[24])
+    needed = {role.name for role in small.inputs() if not role.optional}
+    assert needed <= {name for name, tensor in made[24].items() if tensor is not None}
     twice = [n for n, t in made[24].items() if t is not None and made[48][n].numel() == 2 * t.numel()]
     assert twice, "no input grows with the tokens"
 
@@ -115,7 +116,6 @@ if __name__ == "__main__":
     shapes = {"x": ((64, 2304), "bfloat16"), "weight": ((2304,), "bfloat16")}
     table = json.loads(Path("kernel_templates/norm/configs/nvidia_h200.json").read_text())
     config = table["rows"][0]["config"]
-    broken = {n: v for n, v in config.items() if not n.startswith("rows")}
     with compiling.start_pool() as pool:
         found = compiling.compile_configs(pool, path, shapes, [config, dict(config), {}], 90)
     print(json.dumps([[c.shared_bytes, len(c.errors)] for c in found]))
@@ -139,5 +139,4 @@ if __name__ == "__main__":
     assert first == second
     assert first[1] == 0
     assert empty[1] > 0  # a configuration without its settings is an error of its own, and stops nobody
-    kernels = {p.stem for p in (tmp_path / "cache").rglob("*.cubin")}
-    assert {"forward_kernel", "backward_kernel"} <= kernels or len(kernels) >= 2
+    assert {p.stem for p in (tmp_path / "cache").rglob("*.cubin")} == {"_forward_kernel", "_backward_kernel"}

@@ -149,6 +149,8 @@ def _try_all(
 ) -> None:
     level = level_of(device)
     atomic = declared(source, "DETERMINISM") == "atomic"
+    traits = declared(source, "TRAITS")
+    by_need = isinstance(traits, dict) and bool(traits.get("forward_needs"))
     drawn = trials.draw(
         spec, count, level, torch.device(device), seed, numbers=steering.numbers_in(source), tally=findings.tally
     )
@@ -157,7 +159,7 @@ def _try_all(
         progress(min(i, count), count, trial.case.name)
         try:
             with findings.timed("cases"):
-                report = trying.attempt(examinee, trial, large=bool(i % 2), atomic=atomic)
+                report = trying.attempt(examinee, trial, large=bool(i % 2), atomic=atomic, by_need=by_need)
         except Refusal as refusal:
             findings.cases.append(trying.report_of(trial, reason=str(refusal)))
             raise Refusal(f"case {trial.case.name}: {refusal}") from refusal

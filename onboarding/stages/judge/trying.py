@@ -23,8 +23,13 @@ def report_of(trial: Trial, reason: str) -> CaseReport:
     )
 
 
-def attempt(examinee: Examinee, trial: Trial, *, large: bool, atomic: bool) -> CaseReport:
+def attempt(examinee: Examinee, trial: Trial, *, large: bool, atomic: bool, by_need: bool) -> CaseReport:
     """Run one trial.
+
+    Args:
+        large: which of two sizes of guards lies around its tensors.
+        atomic: the candidate says that it adds up in no fixed order.
+        by_need: the candidate says that its forward goes another way for other wanted gradients.
 
     Raises:
         Refusal: the candidate raised, died or hung.
@@ -75,8 +80,8 @@ def attempt(examinee: Examinee, trial: Trial, *, large: bool, atomic: bool) -> C
     ]
     reasons = changed + reasons
     report.checks["inputs and the memory around them unchanged"] = not changed
-    # a kernel may go another way for other wanted gradients, or for an expanded input that it is handed a copy of
-    if not atomic and not reasons and trial.twist not in ("expanded", "subset"):
+    other_way = trial.twist == "expanded" or (by_need and trial.twist == "subset")
+    if not atomic and not reasons and not other_way:
         differs = [
             name
             for name, tensor in results[2].tensors.items()
