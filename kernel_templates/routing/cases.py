@@ -19,12 +19,14 @@ def cases(spec: Spec, rng: random.Random, count: int, level: str) -> list[Case]:
     """``count`` cases, most telling first; numbers of experts are whole groups of at least four."""
     each = max(4, -(-spec.top_k // spec.top_groups)) if spec.groups > 1 else 1
     step = spec.groups * each
+    # one renormalised weight is 1 whatever the logits are: its gradient is exactly 0, and rounding is all there is to see
+    fewest = 2 if spec.renormalise else 1
     # the published number of experts has its place in both levels: a row of it is small
     fixed = [
         (rng.randint(60, 100), spec.experts, spec.top_k, "normal"),
         (rng.randint(10, 40), max(40 // step, 1) * step, 3, "ties"),
         (rng.randint(5, 40), max(100 // step, 1) * step, 2, "normal"),
-        (1, max(17 // step, 1) * step, 1, "normal"),
+        (1, max(17 // step, 1) * step, fewest, "normal"),
         (rng.randint(5, 40), max(64 // step, 1) * step, 4, "large"),
         (0, max(64 // step, 1) * step, 2, "normal"),
     ]
@@ -32,7 +34,7 @@ def cases(spec: Spec, rng: random.Random, count: int, level: str) -> list[Case]:
         fixed.insert(0, (4096 + rng.randint(1, 64), spec.experts, spec.top_k, "normal"))
     while len(fixed) < count:
         experts = step * rng.randint(1, max(1, 300 // step)) if spec.groups > 1 else rng.randint(2, 300)
-        fixed.append((rng.randint(1, 60), experts, rng.randint(1, 8), rng.choice(("normal", "ties", "large"))))
+        fixed.append((rng.randint(1, 60), experts, rng.randint(fewest, 8), rng.choice(("normal", "ties", "large"))))
     return [
         Case(
             name=f"{i}: {rows} rows, {top_k} of {experts} experts, {distribution}",
