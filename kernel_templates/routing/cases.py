@@ -19,7 +19,7 @@ def cases(spec: Spec, rng: random.Random, count: int, level: str) -> list[Case]:
     """``count`` cases, most telling first; numbers of experts are whole groups of at least four."""
     each = max(4, -(-spec.top_k // spec.top_groups)) if spec.groups > 1 else 1
     step = spec.groups * each
-    # one renormalised weight is 1 whatever the logits are: its gradient is exactly 0, and rounding is all there is to see
+    # one renormalised weight is 1 whatever the logits are: its gradient is exactly 0, and all that is left is rounding
     fewest = 2 if spec.renormalise else 1
     # the published number of experts has its place in both levels: a row of it is small
     fixed = [
