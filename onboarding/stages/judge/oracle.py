@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import kernel_templates
 from kernel_templates import tolerance
@@ -62,9 +64,9 @@ class Call:
     repeats: int = 1
     """How often one value stands in an input or a gradient: so many elements of a result share one rounding."""
     well_posed: bool = True
-    """Whether a kernel can be held to the limits: the family's own algorithm meets its cap, everything is finite, and
-    (fp32) no exact result moves by half its limit when the inputs move by a few units in the last place, as one does
-    where a value lies within rounding of a clamp.
+    """Whether a kernel can be held to the limits: the family's own algorithm meets its cap, everything is finite, no
+    result is zero because equal terms cancel (:func:`cancelled`), and (fp32) no exact result moves by half its limit
+    when the inputs move by a few units in the last place, as one does where a value lies within rounding of a clamp.
     """
 
 
@@ -141,10 +143,52 @@ def expect(call: Call) -> Call:
             reference_error=error,
             limit=tolerance.limit(call.spec.family, dtype, error * factor / tolerance.FACTOR, gradient_of),
         )
+    call.well_posed = call.well_posed and not cancelled(call)
     if dtype is torch.float32:
         moved = _evaluate(_neighbours(call, 1, _FEW_ULPS)[0], torch.float64, rounded=False)
         call.well_posed &= all(e.compare(moved[n]).error <= 0.5 * e.limit for n, e in call.expected.items())
     return call
+
+
+# ---- results that cancel -------------------------------------------------------------------------------------------
+#
+# A result that holds only zeros must be met by zeros. Where nothing leads to it, that is right: whatever else is there
+# was never computed. Where equal terms of opposite sign cancel (the gradient of a weight that is divided by itself, of
+# a softmax over one element), every honest kernel leaves some rounding, and no relative limit means anything. Monte
+# Carlo arithmetic (Parker, "Monte Carlo Arithmetic", 1997) tells the two apart: when every operation of the reference
+# rounds at random, products with zero stay zero and cancelled sums do not.
+
+_JITTER = 2.0**-20
+
+
+class _RoundsAtRandom(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Multiplies the floating results of every operation by 1 + noise, in forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.generator = torch.Generator().manual_seed(0)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if any(returned.alias_info is not None for returned in func._schema.returns):
+            return result  # a view, or an operation in place
+        return pytree.tree_map_only(Tensor, self._moved, result)
+
+    def _moved(self, t: Tensor) -> Tensor:
+        if not t.is_floating_point():
+            return t
+        noise = torch.rand(t.shape, generator=self.generator, dtype=torch.float64).to(t)
+        return t + t * (noise * (2 * _JITTER) - _JITTER)
+
+
+def cancelled(call: Call) -> list[str]:
+    """Names of the expected results that hold only zeros because equal terms cancel."""
+    zeros = [n for n, e in call.expected.items() if e.value.numel() and not bool(e.value.any())]
+    if not zeros:
+        return []
+    with _RoundsAtRandom():
+        moved = _evaluate(call, torch.float64, rounded=False)
+    return [n for n in zeros if bool(moved[n].any())]
 
 
 # ---- how far an honest result of few elements may be off ----------------------------------------------------------
