@@ -225,6 +225,8 @@ BENCHMARKS: tuple[Benchmark, ...] = (
     _loss("loss_8192x4096x154880", 8192, 4096, 154880, False),
     _experts("experts_e256_k8_d2304_i1024_t8192", 8192, 256, 8, 2304, 1024, False),
     _experts("experts_e256_k8_d2304_i1024_t8192", 8192, 256, 8, 2304, 1024, True),
+    _experts("experts_e896_k16_d1024_i512_t8192", 8192, 896, 16, 1024, 512, True),
+    _experts("experts_e288_k8_d4096_i2048_t4096", 4096, 288, 8, 4096, 2048, True),
     _experts("experts_e128_k8_d2048_i768_t16384", 16384, 128, 8, 2048, 768, False),
     _attention("gdn_t8192_h16_32", 8192, 16, "head", "fla.gated_delta_rule"),
     _attention("gdn_t8192_h32", 8192, 32, "head", "fla.gated_delta_rule"),
