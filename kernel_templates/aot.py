@@ -12,7 +12,6 @@ Host functions must not look at values; the launch recorder serves anyone else w
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -20,16 +19,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from kernel_templates.recording import TensorShapes, compile_launch, record_launches
+
 TARGET_ARCH = 90
 """Compute capability of H100 and H200."""
-
-TensorShapes = dict[str, tuple[tuple[int, ...], str] | None]
-"""Shape and dtype by name, e.g. ``{"x": ((4096, 2304), "bfloat16"), "cu_seqlens": None}``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,16 +65,6 @@ class KernelReport:
     """Why it does not compile; then the numbers are 0."""
 
 
-@dataclass
-class Launch:
-    """A recorded ``kernel[grid](*args, **kwargs)``."""
-
-    kernel: Any
-    grid: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any] = field(default_factory=dict)
-
-
 def compile_all(jobs: Sequence[Job], arch: int = TARGET_ARCH, timeout: float = 600.0) -> list[KernelReport]:
     """Compile every kernel that the jobs launch, forward and backward; equal launches once.
 
@@ -101,80 +89,6 @@ def compile_all(jobs: Sequence[Job], arch: int = TARGET_ARCH, timeout: float = 6
         raise RuntimeError(f"ahead-of-time compilation failed:\n{done.stderr[-4000:]}")
     rows = json.loads(done.stdout.splitlines()[-1])
     return [KernelReport(**{**row, "grid": tuple(row["grid"])}) for row in rows]
-
-
-@contextlib.contextmanager
-def recorded() -> Iterator[list[Launch]]:
-    """Record launches of compiled-mode kernels instead of making them."""
-    from triton.runtime.jit import JITFunction
-
-    launches: list[Launch] = []
-    stock = JITFunction.run
-
-    def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        launches.append(Launch(self, grid, args, kwargs))
-
-    JITFunction.run = run
-    try:
-        yield launches
-    finally:
-        JITFunction.run = stock
-
-
-def record_launches(
-    module: Any, tensors: TensorShapes, config: dict[str, Any], alone: bool = False
-) -> dict[str, list[Launch]]:
-    """The launches of one forward and one backward with every gradient, by phase.
-
-    ``alone``: and ``"x alone"``, those of a forward and a backward for the gradient of x only, for every x.
-    """
-    import torch
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    by_need = (getattr(module, "TRAITS", None) or {}).get("forward_needs", False)
-    with FakeTensorMode(), recorded() as launches:
-        given = {
-            name: None if entry is None else torch.empty(entry[0], dtype=getattr(torch, entry[1]))
-            for name, entry in tensors.items()
-        }
-
-        def both(needs: frozenset[str]) -> int:
-            outputs, saved = module.forward(dict(given), config, *[needs] * by_need)
-            split = len(launches)
-            module.backward(dict(given), saved, {n: torch.empty_like(t) for n, t in outputs.items()}, needs, config)
-            return split
-
-        needs = [n for n, role in module.INPUTS.items() if "differentiable" in role and given.get(n) is not None]
-        split = both(frozenset(needs))
-        phases = {"forward": launches[:split], "backward": launches[split:]}
-        for name in needs if alone else ():
-            launches.clear()
-            both(frozenset([name]))
-            phases[f"{name} alone"] = launches[:]
-    return phases
-
-
-def compile_launch(launch: Launch, arch: int) -> Any:
-    """Triton's compiled kernel for a recorded launch, for ``sm_<arch>``."""
-    import torch
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource, compile, make_backend
-    from triton.runtime.jit import MockTensor, create_function_from_signature
-
-    def mock(value: Any) -> Any:
-        if isinstance(value, tuple):
-            return tuple(map(mock, value))
-        return MockTensor(value.dtype, list(value.shape)) if isinstance(value, torch.Tensor) else value
-
-    kernel = launch.kernel
-    target = GPUTarget("cuda", arch, 32)
-    backend = make_backend(target)
-    args = tuple(map(mock, launch.args))
-    kwargs = {k: mock(v) for k, v in launch.kwargs.items()} | {"debug": False, "instrumentation_mode": ""}
-    binder = create_function_from_signature(kernel.signature, kernel.params, backend)
-    bound, specialization, options = binder(*args, **kwargs)
-    options, signature, constants, attributes = kernel._pack_args(backend, kwargs, bound, specialization, options)
-    return compile(ASTSource(kernel, signature, constants, attributes), target=target, options=options.__dict__)
 
 
 def resources(compiled: Any) -> tuple[int, int]:

@@ -114,7 +114,7 @@ def routing(case: Case, generator: torch.Generator) -> Tensor:
         return torch.randint(0, max(experts // 2, 1), (tokens, top_k), generator=generator, device=device)
     if tokens == 0:
         return torch.zeros(0, top_k, dtype=torch.int64, device=device)
-    hit = max(int((popularity > 0).sum()), 1)
+    hit = (experts + 1) // 2 if case.distribution == "half_empty" else experts
     index = torch.multinomial(popularity.expand(tokens, -1), min(top_k, hit), generator=generator)
     # more slots than experts with any popularity: the rest go nowhere
     index = torch.nn.functional.pad(index, (0, top_k - index.shape[1]), value=experts)

@@ -108,7 +108,7 @@ import json, sys
 from pathlib import Path
 from benchmarks.candidate import source
 from benchmarks.registry import VARIANTS
-from kernel_templates.aot import record_launches
+from kernel_templates.recording import record_launches
 from onboarding.stages.tune import compiling
 if __name__ == "__main__":
     path = Path(sys.argv[1]) / "kernel.py"

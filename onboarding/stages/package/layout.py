@@ -18,6 +18,7 @@ from typing import Any
 import kernel_templates
 from kernel_templates.novel import NOVEL
 from onboarding.stages.generate.compose import stated_tables
+from onboarding.stages.package import bundle_files
 
 TEMPLATES = Path(kernel_templates.__file__).parent
 CARRIED = {
@@ -81,8 +82,19 @@ class KernelEntry:
         return f"onboard-{family}-{self.digest[:8]}-{source[:8]}"
 
 
+def write_helpers(folder: Path) -> None:
+    """Write what patches a model, verifies the bundle and compiles ahead."""
+    for path in sorted(Path(bundle_files.__path__[0]).glob("*.py")):
+        if path.name != "__init__.py":
+            shutil.copyfile(path, folder / path.name)
+    shutil.copyfile(TEMPLATES / "recording.py", folder / "recording.py")
+
+
 def write_kernels(folder: Path, kernels: Sequence[KernelEntry]) -> list[dict[str, Any]]:
     """Write the packages under ``folder/kernels`` and return the entries for ``bundle.json``."""
+    from kernel_templates.registry import load_spec
+    from onboarding.stages.package.shapes import training_shapes
+
     index = []
     for kernel in kernels:
         path = f"kernels/{kernel.name}/build/torch-universal"
@@ -98,6 +110,7 @@ def write_kernels(folder: Path, kernels: Sequence[KernelEntry]) -> list[dict[str
                 "path": path,
                 "bindings": kernel.bindings,
                 "verified": kernel.verified,
+                "shapes": training_shapes(load_spec(kernel.spec)),
             }
         )
     return index

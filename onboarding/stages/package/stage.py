@@ -8,7 +8,6 @@ import io
 import json
 import platform
 import re
-import shutil
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -16,13 +15,12 @@ from typing import Any
 from onboarding.context import StageContext
 from onboarding.stages.package.bundle_files import verify as verifier
 from onboarding.stages.package.facts import Facts, Kernel, brief, collect
-from onboarding.stages.package.layout import KernelEntry, write_kernels
+from onboarding.stages.package.layout import KernelEntry, write_helpers, write_kernels
 from onboarding.stages.package.report.render import render_report
 from onboarding.stages.package.result import PackageResult
 from onboarding.stages.package.signing import sign_folder, signing_key
 
 BUNDLE_VERSION = "0.1.0"
-CARRIED = Path(__file__).parent / "bundle_files"
 
 
 def run(context: StageContext) -> PackageResult:
@@ -42,9 +40,7 @@ def run(context: StageContext) -> PackageResult:
 
     context.progress(1, 4, "writing kernels")
     _write_kernels(context, folder, facts, name)
-    for path in sorted(CARRIED.glob("*.py")):
-        if path.name != "__init__.py":
-            shutil.copyfile(path, folder / path.name)
+    write_helpers(folder)
 
     context.progress(2, 4, "writing the report")
     report = facts.model_dump_json(indent=1)

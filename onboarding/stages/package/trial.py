@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,8 +11,7 @@ from onboarding.context import StageContext
 from onboarding.stages.gaps.result import GapsResult
 from onboarding.stages.generate.result import GenerateResult
 from onboarding.stages.judge.result import JudgeResult
-from onboarding.stages.package import bundle_files
-from onboarding.stages.package.layout import KernelEntry, write_kernels
+from onboarding.stages.package.layout import KernelEntry, write_helpers, write_kernels
 
 
 def accepted(context: StageContext) -> list[str]:
@@ -66,9 +64,7 @@ def write_trial_bundle(context: StageContext, architecture: Architecture, digest
         "kernels": write_kernels(folder, entries),
     }
     (folder / "bundle.json").write_text(json.dumps(index, indent=1, sort_keys=True))
-    for path in sorted(Path(bundle_files.__path__[0]).glob("*.py")):
-        if path.name != "__init__.py":
-            shutil.copyfile(path, folder / path.name)
+    write_helpers(folder)
     return folder
 
 

@@ -19,28 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernel_templates.aot import Launch, TensorShapes, compile_launch, record_launches
 from kernel_templates.loading import load_module
+from kernel_templates.recording import Recipe, TensorShapes, compile_recipe, recipe, record_launches
 
 MOST_PROCESSES = 32
 
 Config = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Pointer:
-    """Stands for a tensor in a recorded launch: the machine code depends on its dtype alone."""
-
-    dtype: str
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """One launch to compile; equal recipes give equal machine code."""
-
-    kernel: str
-    args: tuple[Any, ...]
-    kwargs: tuple[tuple[str, Any], ...]
 
 
 @dataclass
@@ -74,13 +58,13 @@ def compile_configs(
     needed: dict[Recipe, list[int]] = {}
     for number, (recipes, error) in enumerate(pool.map(partial(_recipes, source, shapes), configs)):
         found[number].errors += [error] if error else []
-        for recipe in recipes:
-            needed.setdefault(recipe, []).append(number)
+        for made in recipes:
+            needed.setdefault(made, []).append(number)
     # one at a time: compilation times differ by a factor of ten
-    for recipe, shared, error in pool.imap_unordered(partial(_compile, source, arch), needed):
-        for number in needed[recipe]:
+    for made, shared, error in pool.imap_unordered(partial(_compile, source, arch), needed):
+        for number in needed[made]:
             found[number].shared_bytes = max(found[number].shared_bytes, shared)
-            found[number].errors += [f"{recipe.kernel}: {error}"] if error else []
+            found[number].errors += [f"{made.kernel}: {error}"] if error else []
     return found
 
 
@@ -98,30 +82,13 @@ def _recipes(source: Path, shapes: TensorShapes, config: Config) -> tuple[list[R
     torch.set_num_threads(1)
     try:
         phases = record_launches(_module(source), shapes, config)
-        return [_recipe(launch) for launches in phases.values() for launch in launches], ""
+        return [recipe(launch) for launches in phases.values() for launch in launches], ""
     except Exception as problem:
         return [], f"{type(problem).__name__}: {problem}"[:500]
 
 
-def _recipe(launch: Launch) -> Recipe:
-    def plain(value: Any) -> Any:
-        if isinstance(value, tuple):
-            return tuple(map(plain, value))
-        return Pointer(str(value.dtype).removeprefix("torch.")) if isinstance(value, Tensor) else value
-
-    kwargs = tuple(sorted((name, plain(value)) for name, value in launch.kwargs.items()))
-    return Recipe(launch.kernel.fn.__name__, tuple(map(plain, launch.args)), kwargs)
-
-
-def _compile(source: Path, arch: int, recipe: Recipe) -> tuple[Recipe, int, str]:
-    def tensor(value: Any) -> Any:
-        if isinstance(value, tuple):
-            return tuple(map(tensor, value))
-        return torch.empty(1, dtype=getattr(torch, value.dtype)) if isinstance(value, Pointer) else value
-
+def _compile(source: Path, arch: int, made: Recipe) -> tuple[Recipe, int, str]:
     try:
-        kernel = getattr(_module(source), recipe.kernel)
-        launch = Launch(kernel, (1,), tuple(map(tensor, recipe.args)), {n: tensor(v) for n, v in recipe.kwargs})
-        return recipe, int(compile_launch(launch, arch).metadata.shared), ""
+        return made, int(compile_recipe(_module(source), made, arch).metadata.shared), ""
     except Exception as problem:
-        return recipe, 0, f"{type(problem).__name__}: {problem}"[:500]
+        return made, 0, f"{type(problem).__name__}: {problem}"[:500]

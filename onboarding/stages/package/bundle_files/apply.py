@@ -48,6 +48,8 @@ class Applied:
     """Digest -> module name -> calls that ran on the kernel so far."""
     fallbacks: dict[str, str] = field(default_factory=dict)
     """Module name -> why its last uncovered call ran the model's own code."""
+    compiled: dict[str, Any] = field(default_factory=dict)
+    """What was compiled ahead: ``compiled`` kernels, ``failed`` ones, ``seconds``."""
     _undo: list[Callable[[], None]] = field(default_factory=list, repr=False)
 
     def ran(self) -> dict[str, int]:
@@ -74,6 +76,7 @@ def apply(
     allow_interpreter: bool | None = None,
     allow_unproven: bool = False,
     only: Collection[str] | None = None,
+    tokens: int | None = None,
 ) -> Applied:
     """Patch ``model`` with the bundle's kernels.
 
@@ -86,6 +89,8 @@ def apply(
             allows it on a machine without a GPU.
         allow_unproven: run on a GPU kernels whose verdict does not cover this GPU and Triton version.
         only: digests to use; None means all.
+        tokens: of a training step (batch times length): its kernels are compiled now, side by side, rather than one
+            after another in the first step. Without a GPU there is nothing to compile.
 
     Raises:
         BundleError: the bundle is not what was signed, or nobody that is trusted here signed it.
@@ -101,6 +106,9 @@ def apply(
     for entry in entries:
         _permit(entry, device, allow_interpreter, allow_unproven)
     hooks, checks = _sibling(root, "hooks"), _sibling(root, "checks")
+    ahead = None
+    if tokens and device.type == "cuda":
+        ahead = _sibling(root, "ahead").start(root, tokens, [entry["digest"] for entry in entries], device)
     applied = Applied()
     try:
         for name, module in list(model.named_modules()):
@@ -109,6 +117,9 @@ def apply(
     except BaseException:
         applied.remove()
         raise
+    finally:
+        if ahead is not None:
+            applied.compiled = ahead.wait()
     return applied
 
 
