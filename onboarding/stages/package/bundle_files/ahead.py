@@ -69,7 +69,7 @@ def compile_ahead(
         for entry in json.loads((root / "bundle.json").read_text())["kernels"]
         if entry.get("shapes") and (only is None or entry["digest"] in only)
     ]
-    recording = _module(HERE / "recording.py")
+    _module(HERE / "recording.py")  # before the fork: recipes cross to other processes
     failed: dict[str, str] = {}
     compiled = 0
     with multiprocessing.get_context("fork").Pool(min(os.cpu_count() or 1, MOST_PROCESSES)) as pool:
@@ -79,7 +79,7 @@ def compile_ahead(
                 failed[entry["name"]] = recipes
             else:
                 wanted |= dict.fromkeys((entry["path"], made) for made in recipes)
-        for name, problem in pool.imap_unordered(partial(_compile, root, recording.__file__, arch), wanted):
+        for name, problem in pool.imap_unordered(partial(_compile, root, arch), wanted):
             if problem:
                 failed[name] = problem
             compiled += not problem
@@ -106,7 +106,7 @@ def _recipes(root: Path, tokens: int, device: str, entry: dict[str, Any]) -> Any
             made = {n: None if s is None else torch.empty(s[0], dtype=getattr(torch, s[1])) for n, s in shapes.items()}
             bucket = kernel.bucket(made)
         config = configs.choose(configs.load(folder / "configs"), device, bucket).config
-        found = {}
+        found: dict[Any, None] = {}
         for frozen in ([], weights) if weights else ([],):
             phases = recording.record_launches(kernel, shapes, config, frozen=frozen)
             found |= {recording.recipe(launch): None for launches in phases.values() for launch in launches}
@@ -115,10 +115,10 @@ def _recipes(root: Path, tokens: int, device: str, entry: dict[str, Any]) -> Any
         return f"{type(problem).__name__}: {problem}"[:500]
 
 
-def _compile(root: Path, recording: str, arch: int, wanted: tuple[str, Any]) -> tuple[str, str]:
+def _compile(root: Path, arch: int, wanted: tuple[str, Any]) -> tuple[str, str]:
     path, made = wanted
     try:
-        _module(Path(recording)).compile_recipe(_module(root / path / "_kernel.py"), made, arch)
+        _module(HERE / "recording.py").compile_recipe(_module(root / path / "_kernel.py"), made, arch)
         return made.kernel, ""
     except Exception as problem:
         return f"{path}: {made.kernel}", f"{type(problem).__name__}: {problem}"[:500]
