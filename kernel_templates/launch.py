@@ -1,16 +1,18 @@
 """Launches of kernels that were launched before, without Triton's bookkeeping.
 
-For every launch Triton binds the arguments, reads its settings from the environment and computes a cache key: several
-times the launch itself, and more than a small kernel takes. The answer depends on little: dtypes and alignment of the
-pointers, the numbers, the flags, the device. :class:`Launcher` remembers the compiled kernel by these facts and calls
-it; whatever it has not seen, or does not know how to treat (another Triton, hooks of a profiler), goes through Triton.
+For every launch Triton binds the arguments, reads its settings from the environment, computes a cache key and asks the
+driver about every pointer: several times the launch itself, and more than a small kernel takes. The answer depends on
+little: dtypes and alignment of the pointers, the numbers, the flags, the device. :class:`Launcher` remembers the
+compiled kernel by these facts and hands it addresses; whatever it has not seen, or does not know how to treat (another
+Triton, hooks of a profiler), goes through Triton.
 
 Self-contained (torch and triton only): bundles carry a copy of this file.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -23,8 +25,20 @@ REMEMBERED = 1024
 
 _NUMBERS = frozenset((int, bool, float, str, type(None)))
 """What stands in a key by its value."""
+_TENSORS = (Tensor, torch.nn.Parameter)
 _NOTHING = (None, None, None)
 """Metadata and hooks of a launch: nobody listens."""
+
+
+class _Known(NamedTuple):
+    """A compiled kernel and how it is launched."""
+
+    compiled: Any
+    launch: Callable[..., Any]
+    """Called with the grid, the stream, ``before``, the arguments and ``after``."""
+    before: tuple[Any, ...]
+    after: tuple[Any, ...]
+    """The values of the arguments that were given by name."""
 
 
 class Launcher:
@@ -34,49 +48,47 @@ class Launcher:
         self.stock = kernel.run
         self.names: list[str] = list(kernel.arg_names)
         self.listeners: list[Any] = kernel.pre_run_hooks
-        self.seen: dict[Any, Any] = {}
+        self.runtime = triton.knobs.runtime
+        self.seen: dict[Any, _Known] = {}
 
     def __call__(self, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         """As Triton's ``run``; ``grid`` is a tuple of numbers or a function."""
-        runtime = triton.knobs.runtime
+        runtime = self.runtime
         if (
             warmup
             or self.listeners
             or _listens(runtime.launch_enter_hook)
             or _listens(runtime.launch_exit_hook)
-            or callable(grid)
+            or grid.__class__ is not tuple
         ):
             return self.stock(*args, grid=grid, warmup=warmup, **kwargs)
-        device = torch.cuda.current_device()
+        device = torch._C._cuda_getDevice()
         facts: list[Any] = [device]
+        given: list[Any] = []
         for value in args:
-            if isinstance(value, Tensor):
-                if value.device.index != device:
-                    return self.stock(*args, grid=grid, warmup=warmup, **kwargs)
-                facts += (value.dtype, value.data_ptr() % 16 == 0)
-            elif value.__class__ in _NUMBERS:
-                facts += (value.__class__, value)
-            else:  # a tuple of tensors, a descriptor: no facts to remember it by
+            kind = value.__class__
+            if kind in _NUMBERS:
+                given.append(value)
+                facts.append(kind)
+                facts.append(value)
+            elif kind in _TENSORS and value.get_device() == device:
+                address = value.data_ptr()
+                given.append(address)
+                facts.append(value.dtype)
+                facts.append(address % 16 == 0)
+            else:  # a tuple of tensors, a descriptor, another device's tensor: no facts to remember it by
                 return self.stock(*args, grid=grid, warmup=warmup, **kwargs)
-        if not _NUMBERS.issuperset(map(type, kwargs.values())):
+        kinds = tuple(map(type, kwargs.values()))
+        if not _NUMBERS.issuperset(kinds):
             return self.stock(*args, grid=grid, warmup=warmup, **kwargs)
-        key = (*facts, *kwargs, *kwargs.values())
-        kernel = self.seen.get(key)
-        if kernel is None:
+        key = (*facts, *kwargs, *kwargs.values(), *kinds)
+        known = self.seen.get(key)
+        if known is None:
             return self._first(key, args, grid, kwargs)
-        compiled, order = kernel
-        compiled.run(
-            grid[0],
-            grid[1] if len(grid) > 1 else 1,
-            grid[2] if len(grid) > 2 else 1,
-            torch._C._cuda_getCurrentRawStream(device),
-            compiled.function,
-            compiled.packed_metadata,
-            *_NOTHING,
-            *args,
-            *[kwargs[name] for name in order],
-        )
-        return compiled
+        x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        known.launch(x, y, z, stream, *known.before, *given, *known.after)
+        return known.compiled
 
     def _first(self, key: Any, args: tuple[Any, ...], grid: Any, kwargs: dict[str, Any]) -> Any:
         """Launch through Triton, and remember what it compiled if every argument was given."""
@@ -85,8 +97,19 @@ class Launcher:
         if compiled is not None and all(name in kwargs for name in order):
             if len(self.seen) >= REMEMBERED:
                 self.seen.clear()
-            self.seen[key] = (compiled, order)
+            self.seen[key] = _known(compiled, tuple(kwargs[name] for name in order))
         return compiled
+
+
+def _known(compiled: Any, after: tuple[Any, ...]) -> _Known:
+    """How to launch a compiled kernel: by its C function alone where it needs no scratch memory."""
+    run = compiled.run
+    scratch = getattr(run, "global_scratch_size", 1) + getattr(run, "profile_scratch_size", 1)
+    if scratch or not hasattr(run, "launch"):
+        return _Known(compiled, run, (compiled.function, compiled.packed_metadata, *_NOTHING), after)
+    flags = (run.launch_cooperative_grid, run.launch_pdl)
+    before = (compiled.function, *flags, None, None, compiled.packed_metadata, *_NOTHING)
+    return _Known(compiled, run.launch, before, after)
 
 
 def _listens(hook: Any) -> bool:
