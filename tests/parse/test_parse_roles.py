@@ -144,7 +144,7 @@ def test_residual_kinds() -> None:
 
 @pytest.mark.slow
 def test_sparse_attention_and_its_idle_indexer() -> None:
-    holds(mixer("deepseek_v32", 0), kind="sparse", heads="MLA", top_k=2048, indexer="relu of q . k, 2 weighted heads")
+    holds(mixer("deepseek_v32", 0), kind="sparse", heads="MLA", top_k=2048, indexer="relu of q . k, 64 weighted heads")
     idle = facts("deepseek_v32").without_gradient
     assert all(".indexer." in name for name in idle)
     assert len(idle) == 5

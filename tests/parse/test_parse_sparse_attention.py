@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,8 +12,10 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from onboarding.stages.package.bundle_files.sparse_attention import chosen, mismatch
+from onboarding.stages.package.bundle_files.sparse_attention import chosen, flat, mismatch
 from onboarding.stages.parse.uses.sparse_attention import is_sparse_latent_attention, prove_sparse_attention
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def _attentions(model_type: str, layers: int) -> list[Any]:
@@ -36,6 +40,26 @@ def test_published_sizes_are_read_off_the_class(model_type: str, heads: int, hea
     assert (spec.heads, spec.kv_heads, spec.key_dim, spec.value_dim, spec.rope_dim) == (heads, 1, 512, 512, 64)
     assert (spec.top_k, spec.sink, spec.separate) == (2048, sink, False)
     assert spec.scale == pytest.approx(head**-0.5, rel=1e-6)
+
+
+def test_an_indexer_of_pools_that_makes_the_mask_itself() -> None:
+    """GLM-5.3-Flash: 512 pools of 4 keys and up to 3 of the open one, no rotary columns, latents of 512."""
+    attention = importlib.import_module("transformers.models.glm5_next.modeling_glm5_next").Glm5NextTextAttention
+    config = AutoConfig.from_pretrained(EXAMPLES / "glm-5.3-flash").text_config
+    with torch.device("meta"):
+        module = attention(config, 3)
+    spec = _prove(module)
+    assert (spec.heads, spec.key_dim, spec.value_dim, spec.rope) == (64, 512, 512, False)
+    assert (spec.top_k, spec.scale) == (2048 + 3, 256**-0.5)
+    assert mismatch(spec.to_dict(), module, {}) is None
+    assert mismatch(spec.to_dict() | {"rope": True}, module, {}) == "the kernel is not of latent attention"
+
+
+def test_a_list_of_keys_counts_through_the_batch_in_aligned_rows() -> None:
+    found = flat(torch.tensor([[[0, 2, -1]], [[3, 4, 1]]]), 4)
+    assert found.shape == (2, 1, 64)
+    assert found[:, 0, :3].tolist() == [[0, 2, -1], [7, -1, 5]]  # 4 is past the last key
+    assert bool((found[..., 3:] == -1).all())
 
 
 def test_a_layer_that_takes_over_the_choice_is_the_same_operator() -> None:

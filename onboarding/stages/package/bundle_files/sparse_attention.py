@@ -1,9 +1,10 @@
 """The sparse attention hook: latent attention keeps its projections, its indexer and its mask; the kernel attends.
 
-transformers gives an attention function of another name than ``eager`` and ``sdpa`` the chosen keys themselves, and
-expands the latents to keys and values of every head before. So, while such a module runs, its own copy of the
-configuration asks for a function of ours, and the latents are left as they are: the key projection is taken over to
-the queries, the value projection to what comes out.
+transformers gives an attention function of another name than ``eager`` and ``sdpa`` the chosen keys themselves (where
+the module makes a mask of them, only that mask), and expands the latents to keys and values of every head before. So,
+while such a module runs, its own copy of the configuration asks for a function of ours, no mask is made of the choice,
+and the latents are left as they are: the key projection is taken over to the queries, the value projection to what
+comes out.
 """
 
 from __future__ import annotations
@@ -16,8 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-NEEDED = ("qk_nope_head_dim", "v_head_dim", "scaling")
-ROWS = 9
+NEEDED = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "scaling")
+MASK_MAKER = "build_attention_mask_from_topk"
+"""The method that turns a choice into a mask, in modules whose indexer looks after visibility itself."""
+WIDTH = 64
+"""Lists are padded to a multiple of it: rows then begin at aligned addresses."""
 _registered = count()
 
 Attend = Callable[..., tuple[Tensor, ...]]
@@ -63,6 +67,8 @@ class Served:
         self.module.config = copy.copy(self.before)
         self.module.config._attn_implementation_internal = self.key
         self.module.expand_kv = _as_they_are
+        if hasattr(self.module, MASK_MAKER):
+            setattr(self.module, MASK_MAKER, _the_choice)
         ALL_ATTENTION_FUNCTIONS[self.key] = self.attention
 
     def __exit__(self, *problem: object) -> None:
@@ -70,6 +76,7 @@ class Served:
 
         del ALL_ATTENTION_FUNCTIONS[self.key]
         del self.module.expand_kv
+        self.module.__dict__.pop(MASK_MAKER, None)
         self.module.config = self.before
 
     def attention(
@@ -81,10 +88,13 @@ class Served:
         attention_mask: Tensor,
         *,
         scaling: float,
-        indices: Tensor,
+        indices: Tensor | None = None,
         **others: Any,
     ) -> tuple[Tensor, None]:
-        """query [B, H, T, N + R], latent [B, 1, S, C], rotary [B, 1, S, R], indices [B, T, K] -> [B, T, H, V]."""
+        """query [B, H, T, N + R], latent [B, 1, S, C], rotary [B, 1, S, R] -> [B, T, H, V].
+
+        ``indices`` [B, T, K] with a mask; without, the choice itself is in the mask's place.
+        """
         batch, heads, tokens, _ = query.shape
         keys, width = latent.shape[2:]
         weight: Tensor = module.kv_b_proj.weight.view(heads, -1, width)
@@ -94,14 +104,15 @@ class Served:
         plain, turned = turning[..., :plain_width], turning[..., plain_width:]
         if scaling != self.scale:  # the kernel's factor is that of the published size
             plain, turned = plain * (scaling / self.scale), turned * (scaling / self.scale)
-        sinks = {} if others.get("s_aux") is None else {"sink": others["s_aux"]}
+        more = {} if others.get("s_aux") is None else {"sink": others["s_aux"]}
+        if module.qk_rope_head_dim:
+            more |= {"q_rope": turned.flatten(0, 1), "k_rope": rotary.transpose(1, 2).flatten(0, 1)}
+        index = flat(attention_mask, keys) if indices is None else chosen(indices, attention_mask, keys)
         (o,) = self.attend(
             q=torch.einsum("bthn,hnc->bthc", plain, to_key).flatten(0, 1),
             k=latent.transpose(1, 2).flatten(0, 1),
-            q_rope=turned.flatten(0, 1),
-            k_rope=rotary.transpose(1, 2).flatten(0, 1),
-            index=chosen(indices, attention_mask, keys).flatten(0, 1),
-            **sinks,
+            index=index.flatten(0, 1),
+            **more,
         )[:1]
         return torch.einsum("bthc,hvc->bthv", o.view(batch, tokens, heads, width), to_value), None
 
@@ -109,6 +120,18 @@ class Served:
 def _as_they_are(latent: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
     """In the place of ``expand_kv``."""
     return latent, rotary
+
+
+def _the_choice(*, topk_indices: Tensor, query_states: Tensor, kv_length: int) -> Tensor:
+    """In the place of ``build_attention_mask_from_topk``."""
+    return topk_indices
+
+
+def flat(indices: Tensor, keys: int) -> Tensor:
+    """Rows of the flattened keys [B, T, K'] int32 of a choice [B, T, K]; -1 where there is none, and from K on."""
+    sequence = torch.arange(indices.shape[0], device=indices.device, dtype=torch.int32)[:, None, None]
+    rows = torch.where((indices >= 0) & (indices < keys), indices.int() + sequence * keys, -1)
+    return torch.nn.functional.pad(rows, (0, -indices.shape[-1] % WIDTH), value=-1)
 
 
 def chosen(indices: Tensor, mask: Tensor, keys: int) -> Tensor:
@@ -127,7 +150,7 @@ def mismatch(spec: dict[str, Any], module: nn.Module, names: dict[str, str]) -> 
         return f"no {', '.join(missing) or 'expand_kv'}"
     if not isinstance(getattr(module, "kv_b_proj", None), nn.Module) or not hasattr(module, "indexer"):
         return "no projection from latents to keys and values, or no indexer"
-    if spec["separate"] or not spec["rope"] or spec["scale"] is None:
+    if spec["separate"] or spec["rope"] != bool(getattr(module, NEEDED[1])) or spec["scale"] is None:
         return "the kernel is not of latent attention"
     if spec["sink"] != isinstance(getattr(module, "sinks", None), Tensor):
         return "no sinks" if spec["sink"] else "sinks where the kernel has none"

@@ -108,7 +108,7 @@ def _prove_best(part: Part, step: Observation, rows: Tensor, role: MixerRole, le
             float(max(0, most - bound)), 0.0,
         )  # fmt: skip
     if not role.indexer:
-        _prove_scores(part, step, top, role, ledger)
+        _prove_scores(part, step, top, role, ledger, sizes)
 
 
 def _pool_size(part: Part, keys: int, pools: int) -> int:
@@ -134,7 +134,7 @@ def _wrong_choices(scores: Tensor, rows: Tensor, k: int) -> float:
     return float(((best != rows) & ~tied).sum())
 
 
-def _prove_scores(part: Part, step: Observation, top: Call, role: MixerRole, ledger: Ledger) -> None:
+def _prove_scores(part: Part, step: Observation, top: Call, role: MixerRole, ledger: Ledger, sizes: Sizes) -> None:
     """Scores of a query are one linear combination of act(q_h . k) over the index heads, the same for all keys."""
     scores = top.inputs["scores"].detach().double()
     while scores.dim() > 3:
@@ -147,7 +147,7 @@ def _prove_scores(part: Part, step: Observation, top: Call, role: MixerRole, led
             for name, act in (("relu", torch.relu), ("", lambda z: z)):
                 error = _residual(act(products), scores, finite)
                 if error < 1e-4:
-                    heads = products.shape[1]
+                    heads = sizes.of(products.shape[1], r"index\w*heads", r"^n_heads$")
                     words = f"{name + ' of ' if name else ''}q . k" + (f", {heads} weighted heads" if heads > 1 else "")
                     role.indexer = words
                     ledger.claim("mixer", f"indexer: {words}", "least squares over the keys of each query", error, 1e-4)

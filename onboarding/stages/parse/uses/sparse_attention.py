@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from kernel_templates.sparse_attention.reference import reference
 from kernel_templates.sparse_attention.spec import Spec
-from onboarding.stages.package.bundle_files.sparse_attention import Served, mismatch
+from onboarding.stages.package.bundle_files.sparse_attention import MASK_MAKER, Served, mismatch
 from onboarding.stages.parse.build import quiet
 from onboarding.stages.parse.leaves import LeafCall
 from onboarding.stages.parse.uses.instance import small_instance
@@ -38,7 +38,7 @@ def prove_sparse_attention(module: nn.Module, leaf: LeafCall, dtype: str) -> Spe
             heads=leaf.facts["query_heads"],
             key_dim=facts.kv_lora_rank,
             value_dim=facts.kv_lora_rank,
-            rope=True,
+            rope=facts.qk_rope_head_dim > 0,
             rope_dim=facts.qk_rope_head_dim,
             top_k=_top_k(module),
             scale=float(facts.scaling),
@@ -58,10 +58,14 @@ def prove_sparse_attention(module: nn.Module, leaf: LeafCall, dtype: str) -> Spe
 
 
 def _top_k(module: Any) -> int:
-    """Keys that the indexer keeps; a layer without one takes over what the configuration says."""
-    indexer = module.indexer
-    found: int = module.config.index_topk if indexer is None else indexer.index_topk
-    return found
+    """Keys that the indexer keeps; a layer without one takes over what the configuration says.
+
+    An indexer of pools adds the tokens of the pool that is not complete yet.
+    """
+    stated = module.config if module.indexer is None else module.indexer
+    found: int = stated.index_topk
+    tail: int = stated.index_kpool - 1 if getattr(stated, "index_kpool_always_select_tail", False) else 0
+    return found + tail
 
 
 def _small(module: Any) -> Any:
@@ -91,13 +95,18 @@ def _run(clone: Any, served: Spec | None, spec: Spec) -> dict[str, Tensor]:
     """Output and gradients of one call, by the module's own attention or by the family's reference."""
     generator = torch.Generator().manual_seed(43)
     hidden = torch.randn(2, _TOKENS, clone.q_a_proj.in_features, generator=generator).requires_grad_()
-    angle = torch.randn(1, _TOKENS, clone.qk_rope_head_dim // 2, generator=generator).repeat(2, 1, 2)
     mask = torch.ones(_TOKENS, _TOKENS, dtype=torch.bool).tril().expand(2, 1, -1, -1)
     more: dict[str, Any] = {}
     if clone.indexer is None:
         best = torch.rand(2, _TOKENS, _TOKENS, generator=generator).masked_fill(~mask[:, 0], -1.0)
         more["prev_topk_indices"] = best.topk(_TOP_K, -1).indices.int()
-    additive = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
+    if hasattr(clone, MASK_MAKER):  # then it is asked which tokens are there
+        more["attention_mask"] = torch.ones(2, _TOKENS, dtype=torch.bool)
+    else:
+        more["attention_mask"] = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
+    if clone.qk_rope_head_dim:
+        angle = torch.randn(1, _TOKENS, clone.qk_rope_head_dim // 2, generator=generator).repeat(2, 1, 2)
+        more["position_embeddings"] = (angle.cos(), angle.sin())
 
     def attend(**tensors: Tensor) -> tuple[Tensor, ...]:
         assert served is not None
@@ -105,7 +114,7 @@ def _run(clone: Any, served: Spec | None, spec: Spec) -> dict[str, Tensor]:
 
     def call() -> Tensor:
         with quiet():
-            out: Tensor = clone(hidden, (angle.cos(), angle.sin()), attention_mask=additive, **more)[0]
+            out: Tensor = clone(hidden, **more)[0]
         return out
 
     if served is None:
