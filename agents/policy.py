@@ -12,7 +12,6 @@ from typing import Any
 
 from agents.llm.caller import Caller
 from agents.llm.errors import LlmError
-from agents.nearest import nearest_template
 from agents.roles import author, repairer, reporter
 from onboarding.policy import RUNGS, TOP, Draft, Move, RoleCost, SearchState, Spending, Try
 from onboarding.problem import Problem
@@ -95,7 +94,7 @@ class LLMPolicy:
 
     def _author(self, state: SearchState) -> Draft:
         sample = sum(t.origin == "author" for t in state.tries)
-        asked = author.question(state.spec, sample=sample, lessons=state.lessons, template=nearest_template(state.spec))
+        asked = author.question(state.spec, sample=sample, lessons=state.lessons)
         answer, entry = self.caller.ask(asked, author.Written)
         return Draft(source=answer.source, decomposition=answer.decomposition, words=answer.plan[:2000], entry=entry)
 

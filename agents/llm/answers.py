@@ -23,7 +23,8 @@ _FENCED = re.compile(r"```(?:json)?\s*\n(.*?)\n?```", re.DOTALL)
 class Answer(BaseModel):
     """Base of what the roles answer: every field is required, nothing else may stand there."""
 
-    model_config = ConfigDict(extra="forbid")
+    # what stands under a field is its description in the schema
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
 
 A = TypeVar("A", bound=Answer)
@@ -55,8 +56,7 @@ def instructions(schema: type[Answer], mode: AnswerMode) -> str:
     if mode == "tool":
         return f"Answer by one call of the function {name_of(schema)}."
     text = "Answer with one JSON object and nothing else."
-    if mode == "schema":
-        return text
+    # in schema mode, too: many servers hold the answer to the schema and never show it to the model
     return f"{text} It must match this JSON schema:\n{json.dumps(schema.model_json_schema(), sort_keys=True)}"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ class Recorder:
 
     def __init__(self, send: Sender, path: Path, made: dict[str, str]) -> None:
         self.send, self.path = send, path
+        self._lock = threading.Lock()
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps({"cassette": 1, "made": made}) + "\n")
@@ -37,8 +39,9 @@ class Recorder:
     def __call__(self, body: dict[str, Any]) -> dict[str, Any]:
         """Send and write down."""
         completion = self.send(body)
-        with self.path.open("a") as file:
-            file.write(json.dumps({"request": digest_of(body), "body": body, "completion": completion}) + "\n")
+        line = json.dumps({"request": digest_of(body), "body": body, "completion": completion})
+        with self._lock, self.path.open("a") as file:  # searches side by side share one cassette
+            file.write(line + "\n")
         return completion
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from agents.llm.answers import Answer
 from agents.llm.caller import Question
 from agents.llm.prompt import Data
+from agents.roles import examples
 from agents.roles.common import guide, operator_data
 
 ROLE = "author"
@@ -31,18 +32,19 @@ class Written(Answer):
     """The candidate module."""
 
 
-def question(spec: dict[str, Any], *, sample: int, lessons: list[str], template: tuple[str, str] | None) -> Question:
+def question(spec: dict[str, Any], *, sample: int, lessons: list[str]) -> Question:
     """What the author is asked.
 
     Args:
         spec: of the operator.
         sample: number of this first candidate, from 0.
         lessons: of earlier searches.
-        template: name and source of the nearest template, if one is near.
     """
     data = operator_data(spec)
-    if template is not None:
-        data.append(Data(title=f"template of the {template[0]} family, for its style", text=template[1], rank=5))
+    near = examples.nearest(str(spec.get("source", "")))
+    if near.name != "rows":  # that one stands in the guide
+        text = f"# the reference\n{near.reference}\n\n# an accepted candidate\n{near.kernel}"
+        data.insert(0, Data(title="example of another operator with a similar structure", text=text, rank=5))
     if lessons:
         text = "\n".join(f"- {lesson}" for lesson in lessons[:LESSONS_SHOWN])
         data.append(Data(title="lessons of earlier searches", text=text, most=6_000, rank=4))

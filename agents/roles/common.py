@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from agents.llm.prompt import Data
+from agents.roles import examples
 from kernel_templates.novel import NovelSpec, Signature
 from kernel_templates.registry import load_spec
 
@@ -17,7 +18,7 @@ LONGEST_SOURCE = 40_000
 @cache
 def guide() -> str:
     """How candidates are written: the same words in every call, first in the prompt."""
-    return (HERE / "guide.md").read_text() + "```python\n" + (HERE / "example_kernel.txt").read_text() + "```\n"
+    return (HERE / "guide.md").read_text() + "```python\n" + examples.load("rows").kernel + "```\n"
 
 
 def operator_data(spec: dict[str, Any]) -> list[Data]:

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -60,11 +60,10 @@ def main(arguments: list[str] | None = None) -> int:
         send = Recorder(send, options.cassette, made)
     bench = Solo(settings=settings, options=JobOptions(policy="llm", profile="standard"), send=send)
 
-    def one(name: str) -> tuple[str, dict[str, Any]]:
-        return name, evaluate(bench, name)
-
     with ThreadPoolExecutor(max(1, options.parallel)) as pool:
-        for name, row in pool.map(one, chosen):
+        running = {pool.submit(evaluate, bench, name): name for name in chosen}
+        for ended in as_completed(running):
+            name, row = running[ended], ended.result()
             results["operators"][name] = row
             keep(options.out, name, row.pop("source"))
             write(options.out, results)

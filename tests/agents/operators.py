@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import agents.roles
+from agents.roles import examples
 from kernel_templates.novel import Dim, NovelSpec, Signature, TensorSignature, Values
 
 REFERENCE = '''"""Squared ReLU of x, gated by a scale for each channel."""
@@ -29,7 +27,7 @@ def spec() -> NovelSpec:
 
 
 # the example that authors are shown: it has to be right
-BODY = (Path(agents.roles.__file__).parent / "example_kernel.txt").read_text()
+BODY = examples.load("rows").kernel
 
 WRONG_GRADIENT = BODY.replace("2.0 * dy * r", "dy * r")
 NO_MASK = BODY.replace("mask=(row < N)[:, None] & (col < D)[None, :]", "mask=None")

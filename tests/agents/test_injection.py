@@ -51,7 +51,7 @@ def test_the_request_around_injected_text_is_the_same(name: str) -> None:
     honest, evil = operators.spec(), injected(name)
     broken = Try(number=1, parent=None, origin="author", candidate="c", rung=4, reasons=[CORPUS[name]])
     asks: tuple[Callable[[NovelSpec], Question], ...] = (
-        lambda spec: author.question(spec.to_dict(), sample=0, lessons=[CORPUS[name]], template=None),
+        lambda spec: author.question(spec.to_dict(), sample=0, lessons=[CORPUS[name]]),
         lambda spec: repairer.question(
             spec.to_dict(), broken=broken, source=CORPUS[name], history=[broken], lessons=[CORPUS[name]]
         ),

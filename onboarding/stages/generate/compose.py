@@ -10,7 +10,7 @@ from kernel_templates.spec import OperatorSpec
 
 CONTRACT = frozenset({"FAMILY", "SPEC_DIGEST", "SPEC", "INPUTS", "OUTPUTS"})
 """Names of a candidate that state its contract: an author's own are dropped."""
-NOVEL_CONTRACT = CONTRACT | {"TRAITS", "bucket"}
+NOVEL_CONTRACT = CONTRACT | {"TRAITS", "SAVED_OUTPUTS", "bucket"}
 HOSTS = ("outputs_like", "forward", "backward")
 
 
@@ -38,10 +38,13 @@ def compose(body: str, spec: OperatorSpec) -> str:
     missing = [name for name in HOSTS if name not in defined]
     if missing:
         raise ComposeError(f"it does not define {', '.join(missing)}")
-    return "\n".join([*lines, "", "", *_contract(spec), ""]).lstrip("\n")
+    kept = constant(body, "SAVED_OUTPUTS") if isinstance(spec, NovelSpec) else None
+    return "\n".join([*lines, "", "", *_contract(spec, kept), ""]).lstrip("\n")
 
 
-def _contract(spec: OperatorSpec) -> list[str]:
+def _contract(spec: OperatorSpec, kept: object) -> list[str]:
+    """Our header; ``kept``: names of outputs that a novel candidate's backward reads, as its author states them."""
+
     def role(differentiable: bool, optional: bool) -> str:
         return " ".join(filter(None, ("differentiable" * differentiable, "optional" * optional)))
 
@@ -51,6 +54,11 @@ def _contract(spec: OperatorSpec) -> list[str]:
     if not isinstance(spec, NovelSpec):
         return [*stated, f"SPEC = {spec.to_dict()!r}"]
     digest = f"SPEC_DIGEST = {spec.digest()!r}"
+    if isinstance(kept, list) and kept:
+        unknown = [name for name in kept if not isinstance(name, str) or name not in outputs]
+        if unknown:
+            raise ComposeError(f"SAVED_OUTPUTS names {unknown[0]!r}, which is no output")
+        stated.append(f"TRAITS = {{'saved_outputs': {kept!r}}}")
     return [*stated, digest, "", "", "def bucket(tensors):", "    return {}"]
 
 
