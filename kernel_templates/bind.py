@@ -113,13 +113,17 @@ class Operator:
             TypeError: an input is missing or unknown.
         """
         values = [tensors.get(n) for n in self.inputs]
-        if not self._names.issuperset(tensors) or any(values[place] is None for place in self._required_places):
+        if not self._names.issuperset(tensors):
             self._refuse(tensors)
+        for place in self._required_places:
+            if values[place] is None:
+                self._refuse(tensors)
         if torch.compiler.is_compiling() or _is_watched(values):
             return tuple(self._forward_op(*values)[: len(self.outputs)])
-        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in values):
-            outputs: tuple[Tensor, ...] = _Eager.apply(self, *values)  # type: ignore[no-untyped-call]
-            return outputs
+        if torch.is_grad_enabled():
+            for t in values:
+                if t is not None and t.requires_grad:
+                    return _apply_eagerly(self, *values)
         return tuple(self._run(values, frozenset())[0][: len(self.outputs)])
 
     def _refuse(self, tensors: Tensors) -> NoReturn:
@@ -157,19 +161,20 @@ class Operator:
         grads: Sequence[Tensor | None],
         wanted: frozenset[str],
         config: dict[str, Any],
-    ) -> list[Tensor]:
+    ) -> dict[str, Tensor]:
         """Backward: the gradients of the inputs in ``wanted``, in the order of inputs, each in its input's dtype."""
         upstream = {n: None if g is None else _plain(g) for n, g in zip(self.outputs, grads, strict=True)}
         found = self.candidate.backward(tensors, saved, upstream, wanted, config)
+        names = [n for n in self.inputs if n in wanted]
         results = []
-        for n in self.inputs:
-            if n in wanted:
-                like = tensors[n]
-                assert like is not None
-                gradient = found.get(n)
-                results.append(like.new_zeros(like.shape) if gradient is None else gradient.to(like.dtype))
-        kept = (t for n, t in saved.items() if n not in self.released)
-        return _without_aliases(results, (*tensors.values(), *kept, *grads))
+        for n in names:
+            like, gradient = tensors[n], found.get(n)
+            assert like is not None
+            if gradient is None:
+                gradient = like.new_zeros(like.shape)
+            results.append(gradient if gradient.dtype == like.dtype else gradient.to(like.dtype))
+        kept = [t for n, t in saved.items() if n not in self.released] if self.released else saved.values()
+        return dict(zip(names, _without_aliases(results, (*tensors.values(), *kept, *grads)), strict=True))
 
     def _keep(self, ctx: Any, inputs: Sequence[Tensor | None], output: Sequence[Tensor]) -> None:
         """Saves the inputs that backward reads, the outputs that it reads, and what forward kept for it."""
@@ -199,24 +204,20 @@ class Operator:
         return inputs, saved
 
     def _asked(self, needs: tuple[bool, ...]) -> frozenset[str]:
-        """The inputs whose gradients autograd asks for; ``needs`` begins with the operator itself."""
+        """The inputs whose gradients autograd asks for, by ``needs`` of every input."""
         found = self._wanted.get(needs)
         if found is None:
-            names = (n for n, need in zip(self.inputs, needs[1:], strict=True) if need)
+            names = (n for n, need in zip(self.inputs, needs, strict=True) if need)
             found = self._wanted[needs] = frozenset(names) & self._differentiable
         return found
 
-    def _sources(self, inputs: Sequence[Tensor | None], needs: Sequence[bool]) -> dict[str, str]:
-        """For each input whose gradient is asked for, the input whose gradient serves it."""
-        asked = {
-            n: t
-            for n, t, need in zip(self.inputs, inputs, needs, strict=True)
-            if need and t is not None and n in self._differentiable
-        }
+    def _served(self, asked: frozenset[str], inputs: Sequence[Tensor | None]) -> dict[str, str]:
+        """Inputs whose gradient is that of another input, with the name of the other; usually none."""
         if not self.shared:
-            return dict(zip(asked, asked, strict=True))
+            return {}
         by_name = dict(zip(self.inputs, inputs, strict=True))
-        return {n: self._gradient_source(n, by_name) for n in asked}
+        sources = {n: self._gradient_source(n, by_name) for n in asked}
+        return {n: other for n, other in sources.items() if n != other}
 
     def _gradient_source(self, name: str, tensors: Tensors) -> str:
         """The input whose gradient equals that of ``name``: itself, unless the candidate says they are one tensor."""
@@ -226,11 +227,9 @@ class Operator:
             return name
         return other if mine.dtype == theirs.dtype and mine.shape == theirs.shape else name
 
-    def _spread(self, sources: dict[str, str], results: Sequence[Tensor]) -> list[Tensor | None]:
+    def _spread(self, asked: frozenset[str], served: dict[str, str], found: dict[str, Tensor]) -> list[Tensor | None]:
         """One gradient or None for each input, from those that were computed."""
-        computed = set(sources.values())
-        gradients = dict(zip((n for n in self.inputs if n in computed), results, strict=True))
-        return [gradients[sources[n]] if n in sources else None for n in self.inputs]
+        return [found[served.get(n, n)] if n in asked else None for n in self.inputs]
 
     def _contiguous(self, values: Sequence[Tensor | None], as_they_are: frozenset[str] = frozenset()) -> Tensors:
         return {n: t if t is None or n in as_they_are else _plain(t) for n, t in zip(self.inputs, values, strict=True)}
@@ -241,6 +240,8 @@ class Operator:
 
     def _extra(self, saved: dict[str, Tensor]) -> tuple[str, ...]:
         """Names of the saved tensors that are not outputs."""
+        if not self.saved_outputs:
+            return tuple(saved)
         return tuple(n for n in saved if n not in self.saved_outputs)
 
     def _results(self, outputs: dict[str, Tensor], saved: dict[str, Tensor]) -> list[Tensor]:
@@ -279,11 +280,14 @@ class Operator:
     def _gradients(self, ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         inputs, saved = self._kept(ctx)
         upstream = list(grads[: len(self.outputs)])
-        sources = self._sources(inputs, ctx.needs_input_grad)
-        if not sources or all(g is None for g in upstream):
+        asked = self._asked(tuple(ctx.needs_input_grad))
+        if not asked or all(g is None for g in upstream):
             return (None,) * len(self.inputs)
-        computed = [n in sources.values() for n in self.inputs]
-        return tuple(self._spread(sources, self._backward_op(inputs, saved, upstream, computed)))
+        served = self._served(asked, inputs)
+        computed = _computed(asked, served)
+        results = self._backward_op(inputs, saved, upstream, [n in computed for n in self.inputs])
+        found = dict(zip((n for n in self.inputs if n in computed), results, strict=True))
+        return tuple(self._spread(asked, served, found))
 
     def _backward(
         self,
@@ -298,7 +302,7 @@ class Operator:
         wanted = frozenset(n for n, need in zip(self.inputs, needs, strict=True) if need)
         # an operator of a graph changes none of its arguments
         own = {n: t.clone() if n in self.released else t for n, t in zip(names, saved, strict=True)}
-        return self._differentiate(tensors, own, grads, wanted, config)
+        return list(self._differentiate(tensors, own, grads, wanted, config).values())
 
     def _fake_backward(
         self,
@@ -321,29 +325,46 @@ class _Eager(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, operator: Operator, *values: Tensor | None) -> tuple[Tensor, ...]:
-        results, names, config = operator._run(values, operator._asked(ctx.needs_input_grad))
+        results, names, config = operator._run(values, operator._asked(ctx.needs_input_grad[1:]))
         operator._keep(ctx, values, results)
         ctx.spent = False
         ctx.operator, ctx.config, ctx.names = operator, config, operator.saved_outputs + names
         return tuple(results[: len(operator.outputs)])
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        operator: Operator = ctx.operator
-        inputs, saved = operator._kept(ctx)
-        sources = operator._sources(inputs, ctx.needs_input_grad[1:])
-        if not sources or all(g is None for g in grads):
-            return (None,) * len(ctx.needs_input_grad)
-        if operator.released:
-            if ctx.spent:
-                raise RuntimeError(f"{operator.name}: backward ran before and gave its saved gradients away")
-            ctx.spent = True
-        tensors = operator._contiguous(inputs, as_they_are=operator.unread)
-        results = operator._differentiate(
-            tensors, dict(zip(ctx.names, saved, strict=True)), grads, frozenset(sources.values()), ctx.config
-        )
-        return None, *operator._spread(sources, results)
+        # autograd leaves grad mode on only where it wants second derivatives
+        return _eager_gradients_once(ctx, *grads) if torch.is_grad_enabled() else _eager_gradients(ctx, *grads)
+
+
+# what Function.apply does more serves function transforms, which never come here
+_apply_eagerly: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, _Eager).apply
+
+
+def _eager_gradients(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The gradients of :class:`_Eager`'s inputs; the first of them is the operator."""
+    operator: Operator = ctx.operator
+    inputs, saved = operator._kept(ctx)
+    asked = operator._asked(ctx.needs_input_grad[1:])
+    if not asked or all(g is None for g in grads):
+        return (None,) * (1 + len(inputs))
+    if operator.released:
+        if ctx.spent:
+            raise RuntimeError(f"{operator.name}: backward ran before and gave its saved gradients away")
+        ctx.spent = True
+    served = operator._served(asked, inputs)
+    tensors = operator._contiguous(inputs, as_they_are=operator.unread)
+    kept = dict(zip(ctx.names, saved, strict=True))
+    found = operator._differentiate(tensors, kept, grads, _computed(asked, served), ctx.config)
+    return None, *operator._spread(asked, served, found)
+
+
+_eager_gradients_once = once_differentiable(_eager_gradients)
+
+
+def _computed(asked: frozenset[str], served: dict[str, str]) -> frozenset[str]:
+    """The inputs whose gradients the candidate makes."""
+    return asked.difference(served).union(served.values()) if served else asked
 
 
 def _plain(t: Tensor) -> Tensor:
