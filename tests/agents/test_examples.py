@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 
 from agents.roles import examples
 from benchmarks.agents import suite
-from kernel_templates.novel import NovelSpec
+from kernel_templates.novel import Dim, NovelSpec
 from onboarding.stages.generate.compose import compose
 from onboarding.stages.judge.judging import judge
 
@@ -28,6 +29,17 @@ def test_an_example_is_accepted_by_the_judge(name: str, tmp_path: Path) -> None:
     verdict = judge(compose(example.kernel, spec).encode(), spec, folder=tmp_path, device="cpu", cases=6)
     assert verdict.outcome == "accepted", verdict.reasons
     assert verdict.worst_share < 1
+
+
+@pytest.mark.sandbox
+def test_gradients_that_are_exactly_zero_are_no_evidence_of_hollow_kernels(tmp_path: Path) -> None:
+    """With a single key the gradients of queries and keys are zeros, and so are those of kernels that do nothing."""
+    example = examples.load("attention")
+    call = suite.signature_in(example.reference)
+    single = dataclasses.replace(call, dims={**call.dims, "T": Dim(full=1, choices=(1,))})
+    spec = dataclasses.replace(spec_of(example), signature=single.to_json())
+    verdict = judge(compose(example.kernel, spec).encode(), spec, folder=tmp_path, device="cpu", cases=2)
+    assert verdict.outcome == "accepted", verdict.reasons
 
 
 @pytest.mark.parametrize(
