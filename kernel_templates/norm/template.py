@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 MAX_HIDDEN = 1 << 20  # most elements that a Triton tile may have
+TOTAL = 4096  # elements of the tiles in which programs' shares are added up
 
 
 @triton.jit
@@ -230,6 +231,29 @@ def _backward_kernel(
             tl.store(dbias_ptr + base + col_E, dbias_E, mask=col_E < D)
 
 
+@triton.jit
+def _totals_kernel(
+    dweight_ptr, dbias_ptr, weight_out_ptr, bias_out_ptr, P, D,
+    WEIGHT_GRADIENT: tl.constexpr, BIAS_GRADIENT: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """The sums of P programs' shares [P, D], in a fixed order."""
+    col_D = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
+    sum_PD = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
+    also_PD = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
+    for start in range(0, P, BLOCK_P):
+        row_P = start + tl.arange(0, BLOCK_P)
+        at_PD = row_P[:, None] * D + col_D[None, :]
+        inside_PD = (row_P < P)[:, None] & (col_D < D)[None, :]
+        if WEIGHT_GRADIENT:
+            sum_PD += tl.load(dweight_ptr + at_PD, mask=inside_PD, other=0.0)
+        if BIAS_GRADIENT:
+            also_PD += tl.load(dbias_ptr + at_PD, mask=inside_PD, other=0.0)
+    if WEIGHT_GRADIENT:
+        tl.store(weight_out_ptr + col_D, tl.sum(sum_PD, axis=0).to(weight_out_ptr.dtype.element_ty), mask=col_D < D)
+    if BIAS_GRADIENT:
+        tl.store(bias_out_ptr + col_D, tl.sum(also_PD, axis=0).to(bias_out_ptr.dtype.element_ty), mask=col_D < D)
+
+
 def traits(spec):
     """With a fused add, backward reads the stored sum instead of its two terms, whose gradients are one tensor."""
     if not spec.residual:
@@ -345,9 +369,24 @@ def backward(tensors, saved, grads, needs, spec, config):
     if "x" in needs:
         gradients["x"] = dh.to(tensors["x"].dtype)
     if weight_gradient:
-        gradients["weight"] = dweight.sum(0).to(tensors["weight"].dtype)
+        gradients["weight"] = torch.empty_like(tensors["weight"])
     if bias_gradient:
-        gradients["bias"] = dbias.sum(0).to(tensors["bias"].dtype)
+        gradients["bias"] = torch.empty_like(tensors["bias"])
+    if (weight_gradient or bias_gradient) and hidden > 0:
+        block = 1 << min(max(programs - 1, 0).bit_length(), 7)
+        _totals_kernel[(-(-hidden * block // TOTAL),)](
+            dweight,
+            dbias,
+            gradients["weight"] if weight_gradient else None,
+            gradients["bias"] if bias_gradient else None,
+            programs,
+            hidden,
+            WEIGHT_GRADIENT=weight_gradient,
+            BIAS_GRADIENT=bias_gradient,
+            BLOCK_P=block,
+            BLOCK_D=TOTAL // block,
+            num_warps=8,
+        )
     if spec.gate != "none" and "gate" in needs:
         gradients["gate"] = dgate
     if spec.residual and "residual" in needs:
