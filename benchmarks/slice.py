@@ -67,11 +67,13 @@ def main(arguments: list[str] | None = None) -> int:
     return 0 if all("error" not in row for row in record["rows"].values()) else 1
 
 
-def build(definition: Path, layers: int, rank: int) -> nn.Module:
-    """The first ``layers`` layers of the model, random weights in bf16 on the GPU."""
+def build(
+    definition: Path, layers: int, rank: int, *, device: torch.device | str = "cuda", **changes: Any
+) -> nn.Module:
+    """The first ``layers`` layers of the model, random weights in bf16; ``changes`` replace the definition's fields."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.for_model(**json.loads((definition / "config.json").read_text()))
+    config = AutoConfig.for_model(**{**json.loads((definition / "config.json").read_text()), **changes})
     whole = config.num_hidden_layers
     for name, value in list(vars(config).items()):
         if isinstance(value, list) and len(value) == whole:  # one entry a layer
@@ -79,7 +81,7 @@ def build(definition: Path, layers: int, rank: int) -> nn.Module:
     config.num_hidden_layers = layers
     config.use_cache = False
     torch.manual_seed(0)
-    with torch.device("cuda"):
+    with torch.device(device):
         model: nn.Module = AutoModelForCausalLM.from_config(
             config, dtype=torch.bfloat16, attn_implementation="sdpa", experts_implementation="grouped_mm"
         )

@@ -184,7 +184,9 @@ def assemble(
     """
     config, model = checked.config, checked.model
     parallel = replace(config.parallel, deterministic=config.parallel.deterministic or config.step.deterministic)
-    meshes = build_meshes(parallel, world.size, world.device)
+    # one rank with a frozen base has nothing to gather, to sum or to cast: FSDP would copy every weight in every pass
+    alone = world.size == 1 and config.lora is not None
+    meshes = Meshes.alone(world.device) if alone else build_meshes(parallel, world.size, world.device)
     cache = None
     if config.memory.recompute == "swap_cache":
         sizes = config.memory.cache_device_gib, config.memory.cache_host_gib
@@ -193,7 +195,7 @@ def assemble(
         recompute_blocks(model, joined(replay_contexts, cache.contexts) if cache is not None else replay_contexts)
     install_loss(model, config.memory.loss_chunk)
     dtype: torch.dtype = getattr(torch, config.model.dtype)
-    exact = all(p.dtype == dtype for p in model.parameters())
+    exact = alone or all(p.dtype == dtype for p in model.parameters())
     wide = torch.promote_types(dtype, torch.float32)
     parallelize(model, meshes, parallel, param_dtype=None if exact else dtype, reduce_dtype=None if exact else wide)
     weights.materialize(model, device)

@@ -47,7 +47,9 @@ def run_experts(
     view.num_experts = local
     view._is_expert_parallel = True
     lora = experts._modules.get("lora")
-    if view.config._experts_implementation in BUILT_IN:
+    grouped_lora = lora is not None and not lora.materialize
+    if grouped_lora or view.config._experts_implementation in BUILT_IN:
+        # a kernel for whole experts has no place for an adapter's products; merged weights of all experts cost more
         return grouped_experts(view, x, index, weights, counts)
     if lora is not None:
         view.__dict__.update(view._modules["lora"].merged(view))

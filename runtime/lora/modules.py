@@ -19,7 +19,10 @@ from runtime.parallel.placement import local_part, local_tensor
 
 
 def adapt_linear(linear: nn.Linear, config: LoraConfig, dtype: torch.dtype) -> None:
-    """Add ``lora_A`` [r, I] and ``lora_B`` [O, r] to ``linear`` and use them in its forward."""
+    """Add ``lora_A`` [r, I] and ``lora_B`` [O, r] to ``linear`` and use them in its forward.
+
+    Half-precision rows are multiplied by adapters rounded to their dtype, as FSDP's mixed precision rounds them.
+    """
     weight = linear.weight
     # a plain method of the class, so a forward that was replaced before (a kernel's) stays in use
     original = linear.forward
@@ -28,11 +31,17 @@ def adapt_linear(linear: nn.Linear, config: LoraConfig, dtype: torch.dtype) -> N
 
     def forward(self: Any, x: Tensor) -> Tensor:
         result = original(x)
-        inner = x.to(self.lora_A.dtype)
+        a, b = self.lora_A, self.lora_B
+        if _is_half(x) and result.dtype == x.dtype:
+            inner = F.dropout(x, config.dropout, self.training) if config.dropout else x
+            narrow = F.linear(inner, a.to(x.dtype)).flatten(0, -2)
+            # one pass over the result: the product's epilogue scales and adds in fp32
+            added = torch.addmm(result.flatten(0, -2), narrow, b.to(x.dtype).mT, alpha=config.scaling)
+            return added.view(result.shape)
+        inner = x.to(a.dtype)  # the order of operations of PEFT
         if config.dropout:
             inner = F.dropout(inner, config.dropout, self.training)
-        update = F.linear(F.linear(inner, self.lora_A), self.lora_B) * config.scaling
-        return (result + update).to(result.dtype)
+        return (result + F.linear(F.linear(inner, a), b) * config.scaling).to(result.dtype)
 
     linear.__dict__["_before_lora"] = original
     linear.__dict__["forward"] = MethodType(forward, linear)
@@ -70,8 +79,10 @@ class ExpertsLora(nn.Module):
         if name not in self.names:
             return out
         a, b = getattr(self, f"{name}_A"), getattr(self, f"{name}_B")
-        update = groups.product(groups.product(x.to(a.dtype), a.mT), b.mT) * self.scaling
-        result: Tensor = (out + update).to(out.dtype)
+        if _is_half(x):
+            a, b = a.to(x.dtype), b.to(x.dtype)
+        narrow = groups.product(x.to(a.dtype), a.mT) * self.scaling
+        result: Tensor = (out + groups.product(narrow, b.mT)).to(out.dtype)
         return result
 
     def merged(self, view: Any) -> dict[str, Tensor]:
@@ -84,6 +95,10 @@ class ExpertsLora(nn.Module):
             left, right = (a.mT, b.mT) if self.transposed else (b, a)
             result[name] = torch.baddbmm(weight, left, right, alpha=self.scaling)
         return result
+
+
+def _is_half(x: Tensor) -> bool:
+    return x.dtype in (torch.bfloat16, torch.float16)
 
 
 def initialize(name: str, parameter: Tensor, config: LoraConfig) -> None:

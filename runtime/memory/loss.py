@@ -2,6 +2,9 @@
 
 The model's own forward computes the logits of each chunk (with whatever scaling or capping its class does there): only
 the part below the head is replaced, by the hidden states that were computed before.
+
+Where a bundle serves the loss, its head gives logits that are not computed yet (a method ``made`` would do it) and its
+loss function takes these, all tokens at once: no logits, and no second pass.
 """
 
 from __future__ import annotations
@@ -38,12 +41,26 @@ def install_loss(model: nn.Module, chunk: int) -> None:
         hidden = outputs.last_hidden_state.flatten(0, 1)[None]
         total = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
         ids, targets = input_ids.flatten()[None], labels.flatten()[None]
+        if _defers(self, own, base, outputs, hidden, ids):
+            with _returning(base, type(outputs)(**{**outputs, "last_hidden_state": hidden})):
+                logits = own(input_ids=ids, use_cache=False).logits
+            count = torch.ones((), device=hidden.device)
+            options = {"shift_labels": targets, "vocab_size": logits.shape[-1], "num_items_in_batch": count}
+            return self.loss_function(logits=logits, labels=targets, **options)  # type: ignore[operator]
         for begin in range(0, ids.shape[1], chunk):
             part = slice(begin, begin + chunk)
             total = total + _chunk_loss(own, base, outputs, hidden[:, part], ids[:, part], targets[:, part])
         return total
 
     model.forward = MethodType(forward, model)
+
+
+def _defers(model: nn.Module, own: Any, base: nn.Module, outputs: Any, hidden: Tensor, ids: Tensor) -> bool:
+    """Whether a bundle's kernel takes this call's loss: one token is tried."""
+    if "_loss_function" not in model.__dict__:
+        return False
+    with torch.no_grad(), _returning(base, type(outputs)(**{**outputs, "last_hidden_state": hidden[:, :1]})):
+        return hasattr(own(input_ids=ids[:, :1], use_cache=False).logits, "made")
 
 
 def base_of(model: nn.Module) -> nn.Module:

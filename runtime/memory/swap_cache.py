@@ -55,6 +55,8 @@ class Kept:
     """Tensors that share the device's memory, and their versions when they were kept: a change in place raises them."""
     where: Where
     size: int
+    single: bool = False
+    """Whether the call gave one tensor and not several in a tuple or list."""
     ready: Any = None
     """Event after the copy to the host, or back."""
     promoted: bool = False
@@ -161,7 +163,8 @@ class SwapCache:
 
     def keep(self, key: Key, name: str, results: Any) -> None:
         """Offer the results of one call."""
-        values = list(results) if isinstance(results, (tuple, list)) else [results]
+        single = isinstance(results, Tensor)
+        values = [results] if single else list(results)
         tensors = [v for v in values if isinstance(v, Tensor)]
         size = sum(t.numel() * t.element_size() for t in tensors)
         where = self.place(key, size)
@@ -169,7 +172,7 @@ class SwapCache:
             self.counts.dropped[name] += 1
             return
         held = [v.detach() if isinstance(v, Tensor) else v for v in values]
-        kept = Kept(name=name, results=held, watched=[], where=where, size=size)
+        kept = Kept(name=name, results=held, watched=[], where=where, size=size, single=single)
         if where == "host":
             self._spill(kept)
             self.counts.spilled[name] += 1
@@ -199,7 +202,7 @@ class SwapCache:
                     self._promote(kept)
 
     def take(self, key: Key, name: str) -> Any:
-        """The kept results of a call, or None: a miss."""
+        """The kept result of a call (a list where it gave several tensors), or None: a miss."""
         if self.plan is None:
             self._asked.add(key)
         kept = self._blocks.get(key[0], {}).pop(key[1], None)
@@ -216,7 +219,7 @@ class SwapCache:
         if kept.promoted:
             self.counts.promoted[name] += 1
         self.counts.hits[name] += 1
-        return kept.results
+        return kept.results[0] if kept.single else kept.results
 
     def end_recompute(self, block: int) -> None:
         """The block has run again: whatever it did not ask for is freed."""
@@ -326,9 +329,7 @@ class _Reuse(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         key, self.number = (self.block, self.number), self.number + 1
         kept = self.cache.take(key, func._schema.name)
-        if kept is None:
-            return func(*args, **kwargs)
-        return kept[0] if len(func._schema.returns) == 1 else tuple(kept)
+        return func(*args, **kwargs) if kept is None else kept
 
 
 def wanted(func: Any) -> bool:

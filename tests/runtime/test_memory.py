@@ -168,6 +168,52 @@ def test_a_result_changed_in_place_is_a_miss() -> None:
     assert cache.counts.misses["aten::mm"] == 1
 
 
+@torch.library.custom_op("onboard::test_pair", mutates_args=())
+def _pair(x: Tensor) -> list[Tensor]:
+    """Two results in a list, as every kernel of a bundle gives them."""
+    return [x.sin(), x.cos()]
+
+
+@torch.library.custom_op("onboard::test_one", mutates_args=())
+def _one(x: Tensor) -> list[Tensor]:
+    """A list of one."""
+    return [x.exp()]
+
+
+_pair.register_autograd(
+    lambda ctx, g: g[0] * ctx.x.cos() - g[1] * ctx.x.sin(),
+    setup_context=lambda ctx, inputs, output: setattr(ctx, "x", inputs[0]),
+)
+_one.register_autograd(
+    lambda ctx, g: g[0] * ctx.saved_tensors[0], setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*output)
+)
+
+
+def test_kernels_of_a_bundle_give_lists_and_get_them_back() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            block = nn.Module()
+            block.weight = nn.Parameter(torch.linspace(0.1, 2.0, 5, dtype=torch.float64))
+            block.forward = lambda x: sum(_pair(_one(x * block.weight)[0]), x)  # type: ignore[method-assign]
+            self.layers = nn.ModuleList([block])
+
+    cached = Model()
+    weight = cached.layers[0].get_parameter("weight")
+    x = torch.arange(5, dtype=torch.float64) / 7
+    cache = SwapCache(1 << 20, 0, CPU)
+    recompute_blocks(cached, cache.contexts)
+    e = (x * weight.detach()).exp()
+    expected = x * e * (e.cos() - e.sin())
+    for _ in range(2):
+        cache.begin()
+        weight.grad = None
+        cached.layers[0](x).sum().backward()
+        torch.testing.assert_close(weight.grad, expected)
+    assert cache.counts.hits["onboard::test_one"] == 2
+    assert cache.counts.misses.total() == 0
+
+
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Muon])
 def test_state_on_the_host_updates_the_same_bits(kind: Any) -> None:
     def weights_after(wrap: bool) -> list[Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,15 @@ from runtime.parallel.shard import parallelize
 from runtime.prove import twins
 
 IDS = torch.randint(0, twins.VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """With several threads the library's products depend on where operands lie in memory: two equal calls differ."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def _adapted(base: nn.Module, config: LoraConfig) -> nn.Module:

@@ -151,13 +151,15 @@ def install(hooks: Any, module: nn.Module, swap: Any) -> Callable[[], None]:
 
 
 def _deferred(hooks: Any, head: nn.Module, *args: Any, **kwargs: Any) -> Logits:
-    """Logits of a plain linear head; adapters, quantised and separately sharded heads compute theirs."""
+    """Logits of a plain linear head (a gathered one of FSDP's is one); adapters and quantised heads compute theirs."""
     (hidden,) = hooks._only(args, kwargs, 1)
-    if type(head) is not nn.Linear:
+    if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
         raise hooks.Uncovered(f"the head is a {type(head).__name__}")
     if torch.compiler.is_compiling():
         raise hooks.Uncovered("the compiler sees ordinary logits")
     tensors = [hidden, head.weight, *([] if head.bias is None else [head.bias])]
+    if len(list(head.parameters())) > len(tensors) - 1:
+        raise hooks.Uncovered("the head has parameters besides weight and bias: an adapter's")
     if any(type(t) not in (Tensor, nn.Parameter) for t in tensors):
         raise hooks.Uncovered("the head's weight is not a plain tensor")
     if torch.is_autocast_enabled(hidden.device.type):
