@@ -71,7 +71,11 @@ class Run:
         except StageSkipped as skipped:
             row |= {"outcome": "skipped", "summary": str(skipped)}
         except Problem as problem:
-            row |= {"outcome": "failed", "summary": f"{problem.title}: {problem.detail}"[:600]}
+            # a traceback's last lines say most
+            row |= {"outcome": "failed", "summary": problem.title, "detail": problem.detail[-1500:]}
+            print(problem.detail[-1500:], flush=True)
+        except LookupError as missing:
+            row |= {"outcome": "not run", "summary": str(missing)}
         row["seconds"] = round(time.monotonic() - began, 1)
         self.record.append(row)
         print(f"{row['seconds']:6.1f} s  {stage} {key[:8]} {row['outcome']}: {row['summary'][:200]}", flush=True)

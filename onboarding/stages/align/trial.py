@@ -22,7 +22,11 @@ from onboarding.stages.align import compare, curves
 from onboarding.stages.align.child import Job, Run
 from onboarding.stages.align.result import LayerError
 
-LIMITS = Limits(wall_s=1800.0, memory_bytes=6 * 2**30)
+LIMITS = {
+    "cpu": Limits(wall_s=1800.0, memory_bytes=6 * 2**30),
+    # CUDA's own threads and host buffers come on top
+    "cuda": Limits(wall_s=1800.0, memory_bytes=32 * 2**30, processes=512, scratch_bytes=8 * 2**30),
+}
 Report = Callable[[str, int, float], None]
 """Called with (run, step, loss) while a child works."""
 
@@ -138,7 +142,7 @@ class Bench:
             ["job.json"],
             scratch=folder,
             read_only=[Path(path) for path in (job.bundle, job.code) if path],
-            limits=LIMITS,
+            limits=LIMITS[job.device],
             env={"OMP_NUM_THREADS": "1", **(CONFINED if job.code else {})},
             on_line=lambda line: _pass_on(line, report),
             gpu=job.device == "cuda",
@@ -162,14 +166,14 @@ def _tensors(path: Path) -> dict[str, Tensor]:
     from safetensors.torch import load
 
     try:
-        return load(read_left_behind(path, LIMITS.scratch_bytes))
+        return load(read_left_behind(path, LIMITS["cuda"].scratch_bytes))
     except SafetensorError as error:
         raise ValueError(str(error)) from error
 
 
 def _report(path: Path, steps: int) -> dict[str, Any]:
     """A run's report, checked: it was written by code that is not trusted."""
-    data = json.loads(read_left_behind(path, LIMITS.output_bytes))
+    data = json.loads(read_left_behind(path, LIMITS["cpu"].output_bytes))
     losses = [float(value) for value in data["losses"]]
     if len(losses) != steps:
         raise ValueError(f"{len(losses)} losses for {steps} steps")
