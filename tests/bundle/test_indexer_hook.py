@@ -91,6 +91,85 @@ def test_the_same_visible_keys_are_chosen(name: str, dtype: torch.dtype) -> None
     assert "forward" not in vars(module)
 
 
+def of_pools(size: int, dtype: torch.dtype) -> Any:
+    """GLM-5.3-Flash's indexer with random parameters: three pools of ``size`` tokens are chosen."""
+    module = importlib.import_module("transformers.models.glm5_next.modeling_glm5_next")
+    config = transformers.AutoConfig.for_model("glm5_next").text_config
+    for key, value in (SIZES | {"index_kpool": size, "index_topk": 3 * size, "qk_rope_head_dim": 0}).items():
+        setattr(config, key, value)
+    built = module.Glm5NextTextIndexer(config, 0).to(dtype)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in built.parameters():
+            parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+    return built
+
+
+@pytest.mark.parametrize("size", [1, 3, 4])
+@pytest.mark.parametrize("kernels", ["choice", "choice and pools"])
+def test_pools_and_the_open_one(size: int, kernels: str) -> None:
+    """The same tokens for every query: padding before, behind and none, and a sequence shorter than a pool."""
+    from kernel_templates.indexer.op import op
+
+    module = of_pools(size, torch.float32)
+    hidden, latent, _, _ = given(torch.float32)
+    undo, applied = swapped(module, torch.float32)
+    if kernels == "choice and pools":
+        spec = Spec(operation="compression", top_k=3, head_dim=16, pool=size, dtype="float32")
+        assert indexer.mismatch(spec.to_dict(), module, {}) is None
+        swap = hooks.Swap(
+            {"spec": spec.to_dict(), "digest": "p"}, {"hook": "indexer_pools"}, {}, "pools", op(spec), applied
+        )
+        undo_pools = indexer.install(hooks, module, swap)
+    for tokens, before, behind in ((30, 0, 0), (30, 5, 0), (30, 0, 7), (2, 0, 0)):
+        present = torch.ones(2, tokens, dtype=torch.bool)
+        present[1, :before] = False
+        present[1, tokens - behind :] = False
+        found = module(hidden[:, :tokens], latent[:, :tokens], present, None)
+        own = type(module).forward(module, hidden[:, :tokens], latent[:, :tokens], present, None)
+        assert found.shape == own.shape
+        assert found.dtype == own.dtype
+        assert torch.equal(found.sort(-1).values, own.sort(-1).values)
+        # chosen ones first, so that the attention stops early
+        assert torch.equal((found >= 0).int().cummin(-1).values.bool(), found >= 0)
+    assert set(applied.counted) == {"layer", *(["pools"] if kernels != "choice" else [])}
+    assert not applied.fallbacks
+    undo()
+    if kernels == "choice and pools":
+        undo_pools()
+    assert not {"forward", indexer.POOLER} & set(vars(module))
+
+
+def test_padding_between_tokens_is_left_to_the_module() -> None:
+    module = of_pools(4, torch.bfloat16)
+    hidden, latent, _, _ = given(torch.bfloat16)
+    present = torch.ones(2, 30, dtype=torch.bool)
+    present[0, 7] = False
+    own = module(hidden, latent, present, None)
+    undo, applied = swapped(module, torch.bfloat16)
+    assert torch.equal(module(hidden, latent, present, None), own)
+    assert applied.fallbacks == {"layer": "padding between tokens"}
+    present[0, 7] = True
+    found = module(hidden, latent, present, None)
+    undo()
+    assert torch.equal(found.sort(-1).values, module(hidden, latent, present, None).sort(-1).values)
+
+
+def test_other_pools_are_refused() -> None:
+    spec = Spec(top_k=6).to_dict()
+    module = of_pools(4, torch.float32)
+    assert indexer.mismatch(spec, module, {}) is None
+
+    class Later(type(module)):  # type: ignore[misc]
+        def get_pooled_states(self, packed_states: Tensor) -> tuple[Tensor, ...]:
+            keys, tokens, valid = super().get_pooled_states(packed_states)
+            return keys.roll(1, 1), tokens, valid
+
+    module.__class__ = Later
+    assert indexer.mismatch(spec, module, {}) == "it chooses other keys"
+    assert indexer.mismatch(spec | {"operation": "compression"}, module, {}) == "it makes no pools, or others"
+
+
 def test_a_cache_and_a_mask_with_gaps_are_left_to_the_module() -> None:
     module = made("deepseek_v32", torch.float32)
     hidden, latent, angles, mask = given(torch.float32)

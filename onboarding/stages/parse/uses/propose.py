@@ -33,6 +33,7 @@ from onboarding.stages.parse.uses.hyper_connections import (
     is_hyper_connection,
     prove_hyper_connection,
 )
+from onboarding.stages.parse.uses.indexer import is_indexer, prove_indexer
 from onboarding.stages.parse.uses.linear_attention import prove_linear_attention, prove_state_space
 from onboarding.stages.parse.uses.loss import ProvenLoss, prove_loss
 from onboarding.stages.parse.uses.norms import prove_norm
@@ -141,6 +142,13 @@ class Proposer:
                 self._unproven(module, "gated feed-forward")
                 return
             self._add(proven.spec, call, module, "gated_mlp", proven.attributes, role)
+        elif is_indexer(module):
+            settings = tuple(v for v in vars(module).values() if isinstance(v, int))
+            choice = self._once(
+                (type(module), settings, dtype), lambda: prove_indexer(module, call.shapes[0][1], dtype)
+            )
+            if choice is not None:
+                self._add(choice, call, module, "indexer", {}, "indexer")
         elif is_hyper_connection(module, call.shapes):
             constants = tuple(v for v in vars(module).values() if isinstance(v, (int, float)))
             streams: HyperConnection | None = self._once(
