@@ -215,7 +215,9 @@ def owner_of_operations(trace: Trace, proposals: Proposals) -> list[str]:
         digest, path = "", operation.path
         while path and not digest:
             digest = proposals.owner.get(path, "")
-            if digest and families[digest] in ("gated_activation", "routing") and operation.matmul:
+            projects = families.get(digest) in ("gated_activation", "routing")
+            projects |= families.get(digest) == "indexer" and path != operation.path
+            if projects and operation.matmul:
                 digest = ""  # the projections stay torch's
             path = path.rpartition(".")[0]
         # what the whole model's own forward does is its loss
