@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -85,6 +85,8 @@ class Stepper:
     boundaries: Boundaries
     cache: SwapCache | None = None
     seed: int = 0
+    passed: Callable[[], None] = lambda: None
+    """Called after forward and backward of each micro-batch."""
     health: Health = field(default_factory=Health)
 
     def run(self, step: int, microbatches: Sequence[Rows], *, wish: bool = False) -> StepResult:
@@ -138,6 +140,7 @@ class Stepper:
         with counting(self.model, mask=rows.mask, global_tokens=counted):
             summed = self.model(input_ids=rows.ids, position_ids=rows.positions, labels=rows.labels)
             (summed / counted).backward()
+        self.passed()
         loss: torch.Tensor = summed.detach().double()
         return loss
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from onboarding.pictures.charts import CANDIDATE, INK, REFERENCE, render
 from onboarding.stages.scale.result import Projection
 from onboarding.stages.throughput.result import ThroughputResult
@@ -68,12 +70,23 @@ def scaling_curve(projection: Projection, *, width: int = 640, height: int = 260
         for word, value in (("efficiency", point.efficiency), ("all-to-all of the step", point.all_to_all_share))
     ]
     scale = alt.Scale(domain=["efficiency", "all-to-all of the step"], range=[REFERENCE, CANDIDATE])
+    top = max(100, 20 * math.ceil(max(100 * point.efficiency for point in projection.curve) / 20))
     lines = (
         alt.Chart(alt.Data(values=rows))
         .mark_line(point=True)
         .encode(
-            x=alt.X("devices:Q", title="devices", scale=alt.Scale(type="log", base=2)),
-            y=alt.Y("share:Q", title="% (projected)", scale=alt.Scale(domain=[0, 100], clamp=True)),
+            x=alt.X(
+                "devices:Q",
+                title="devices",
+                scale=alt.Scale(type="log", base=2),
+                axis=alt.Axis(values=[point.devices for point in projection.curve], format="d", labelOverlap=True),
+            ),
+            y=alt.Y(
+                "share:Q",
+                title="% (projected)",
+                scale=alt.Scale(domain=[0, top]),
+                axis=alt.Axis(values=list(range(0, top + 1, 20))),
+            ),
             color=alt.Color("what:N", title=None, scale=scale),
             strokeDash=alt.StrokeDash(
                 "what:N",

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from onboarding.devices import DEVICES
 from onboarding.problem import Problem, StageSkipped
@@ -46,24 +47,52 @@ class Block(nn.Module):
         return result
 
 
-def test_the_breakdown_is_the_whole_step() -> None:
-    blocks = [Block(0.004), Block(0.012), Block(0.004)]
-    model = nn.Sequential(nn.Linear(4, 4), *blocks, nn.Linear(4, 1))
+def taken_apart(
+    model: nn.Module, blocks: list[nn.Module], labels: list[str], x: torch.Tensor
+) -> tuple[dict[str, Any], float]:
+    """Rows by label, and the milliseconds of the whole step."""
     clock = Clock(torch.device("cpu"))
-    with BlockTimes(list(blocks), clock).watching() as watched:
+    with BlockTimes(blocks, clock).watching() as watched:
         begin = clock.mark()
-        model(torch.randn(2, 4)).sum().backward()
+        model(x).sum().backward()
+        watched.passed()
+        time.sleep(0.006)  # an optimizer
         end = clock.mark()
-    rows = {row["label"]: row for row in watched.table(["a", "b", "a"], begin, end)}
+    return {row["label"]: row for row in watched.table(labels, begin, end)}, clock.ms(begin, end)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_the_breakdown_is_the_whole_step(frozen: bool) -> None:
+    blocks: list[nn.Module] = [Block(0.004), Block(0.012), Block(0.004)]
+    model = nn.Sequential(nn.Linear(4, 4), *blocks, nn.Linear(4, 1))
+    model[0].requires_grad_(not frozen)
+    rows, step_ms = taken_apart(model, blocks, ["a", "b", "a"], torch.randn(2, 4))
     total = sum(row["forward_ms"] + row["backward_ms"] for row in rows.values())
-    assert total == pytest.approx(clock.ms(begin, end), rel=1e-6)
+    assert total == pytest.approx(step_ms, rel=1e-6)
     assert (rows["a"]["layers"], rows["b"]["layers"]) == (2, 1)
     assert rows["a"]["forward_ms"] >= 8
     assert rows["b"]["forward_ms"] >= 12
     assert rows["b"]["parts"]["mixer"] < 5
     assert min(rows["a"]["backward_ms"], rows["b"]["backward_ms"]) > 0
+    assert rows["norm, clipping and optimizer"]["forward_ms"] >= 6
+    assert rows["between blocks"]["forward_ms"] > 0
+    assert (rows["embedding and input"]["backward_ms"] > 0) is not frozen
     before = model[1]._forward_hooks, model[1]._forward_pre_hooks
     assert [len(hooks) for hooks in before] == [0, 0], "nothing stays behind"
+
+
+def test_a_recomputed_block_counts_its_parts_once() -> None:
+    slow = Block(0.0)
+    slow.self_attn.forward = lambda x: (time.sleep(0.02), x * 2.0)[1]  # type: ignore[method-assign, func-returns-value]
+    blocks: list[nn.Module] = [Block(0.0), slow]
+    for block in blocks:
+        own = block.forward
+        block.forward = lambda x, own=own: checkpoint(own, x, use_reentrant=False)  # type: ignore[method-assign, misc]
+    model = nn.Sequential(nn.Linear(4, 4), *blocks, nn.Linear(4, 1))
+    rows, step_ms = taken_apart(model, blocks, ["a", "b"], torch.randn(2, 4))
+    assert 20 <= rows["b"]["parts"]["mixer"] < 38
+    assert rows["b"]["backward_ms"] >= 20, "it runs again in backward"
+    assert sum(row["forward_ms"] + row["backward_ms"] for row in rows.values()) == pytest.approx(step_ms, rel=1e-6)
 
 
 def test_parts_go_by_what_a_child_is() -> None:
@@ -187,6 +216,7 @@ def test_figures_of_a_gpu_run() -> None:
     assert point.intensity == pytest.approx(2e12 / 3e9)
     assert point.share == pytest.approx(point.tflops / DEVICES["h200"].tflops)
     assert sum(row.share for row in result.breakdown) == pytest.approx(1)
+    assert result.breakdown_ms == pytest.approx(200)
 
 
 def test_a_cpu_claims_no_speed_of_kernels() -> None:

@@ -17,6 +17,9 @@ PARTS = {
     "norms": ("norm", "ln_"),
 }
 """Part of a block -> words in the names of its children; the first part that fits counts."""
+EMBEDDING, HEAD, UPDATE = "embedding and input", "head and loss", "norm, clipping and optimizer"
+BETWEEN = "between blocks"
+"""What of the step no other row counts."""
 
 
 class Clock:
@@ -55,9 +58,16 @@ class BlockTimes:
     def __init__(self, blocks: list[nn.Module], clock: Clock) -> None:
         self.blocks, self.clock = blocks, clock
         self.forward: dict[int, list[Any]] = defaultdict(list)
-        self.backward: dict[int, list[Any]] = {}
-        """[where the gradient of the block's output was there, where that of its input was]."""
+        self.reached: dict[int, Any] = {}
+        """Where the gradient of the block's output was there."""
+        self.left: Any = None
+        """Where the gradient of the first block's input was there; None where it is not wanted."""
         self.parts: dict[int, list[tuple[str, Any, Any]]] = defaultdict(list)
+        self._passed: Any = None
+
+    def passed(self) -> None:
+        """Forward and backward are done."""
+        self._passed = self.clock.mark()
 
     @contextmanager
     def watching(self) -> Iterator[BlockTimes]:
@@ -68,7 +78,7 @@ class BlockTimes:
             handles.append(block.register_forward_hook(self._end(index)))
             for name, child in block.named_children():
                 begun: list[Any] = []
-                handles.append(child.register_forward_pre_hook(self._part_begin(begun)))
+                handles.append(child.register_forward_pre_hook(self._part_begin(index, begun)))
                 handles.append(child.register_forward_hook(self._part_end(index, part_of(name), begun)))
         try:
             yield self
@@ -79,8 +89,8 @@ class BlockTimes:
     def _begin(self, index: int) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             entered = _first(args, *kwargs.values())
-            if entered is not None and entered.requires_grad:
-                entered.register_hook(self._gradient(index, 1))  # type: ignore[no-untyped-call]
+            if index == 0 and entered is not None and entered.requires_grad:
+                entered.register_hook(self._gradient_of_input)  # type: ignore[no-untyped-call]
             self.forward[index] = [self.clock.mark()]
 
         return hook
@@ -88,21 +98,25 @@ class BlockTimes:
     def _end(self, index: int) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             self.forward[index].append(self.clock.mark())
-            left = _first(output)
-            if left is not None and left.requires_grad:
-                left.register_hook(self._gradient(index, 0))  # type: ignore[no-untyped-call]
+            given = _first(output)
+            if given is not None and given.requires_grad:
+                given.register_hook(self._gradient_of_output(index))  # type: ignore[no-untyped-call]
 
         return hook
 
-    def _gradient(self, index: int, place: int) -> Any:
+    def _gradient_of_output(self, index: int) -> Any:
         def hook(gradient: Tensor) -> None:
-            self.backward.setdefault(index, [None, None])[place] = self.clock.mark()
+            self.reached[index] = self.clock.mark()
 
         return hook
 
-    def _part_begin(self, begun: list[Any]) -> Any:
+    def _gradient_of_input(self, gradient: Tensor) -> None:
+        self.left = self.clock.mark()
+
+    def _part_begin(self, index: int, begun: list[Any]) -> Any:
         def hook(module: nn.Module, args: Any) -> None:
-            begun[:] = [self.clock.mark()]
+            # a recomputed block runs its children again in backward: that is not its forward pass
+            begun[:] = [self.clock.mark()] if len(self.forward[index]) == 1 else []
 
         return hook
 
@@ -116,6 +130,10 @@ class BlockTimes:
     def table(self, labels: list[str], begin: Any, end: Any) -> list[dict[str, Any]]:
         """Rows by label and for what lies outside the blocks; together they are the whole step.
 
+        Backward of a block lasts from the gradient of its output to that of the next block's, of the last one to that
+        of the first block's input, or where nobody wants it to the end of the pass. What lies between two blocks in
+        forward is a row of its own.
+
         Args:
             labels: of each block.
             begin: mark at the step's begin.
@@ -123,24 +141,33 @@ class BlockTimes:
         """
         self.clock.wait()
         ms, last = self.clock.ms, len(self.blocks) - 1
+        passed = self._passed if self._passed is not None else end
         rows: dict[str, dict[str, Any]] = {}
+        backward = self._backward(begin, passed)
         for index, label in enumerate(labels):
             row = rows.setdefault(label, {"label": label, "layers": 0, "forward_ms": 0.0, "backward_ms": 0.0})
             row["layers"] += 1
             row["forward_ms"] += ms(*self.forward[index])
-            reached, passed = self.backward.get(index, [None, None])
-            if reached is not None and passed is not None:
-                row["backward_ms"] += ms(reached, passed)
+            row["backward_ms"] += backward.get(index, 0.0)
             parts = row.setdefault("parts", defaultdict(float))
             for part, one, other in self.parts[index]:
                 parts[part] += ms(one, other)
-        entry = ms(begin, self.forward[0][0])
-        gradient_of_last = self.backward.get(last, [None])[0]
-        head = ms(self.forward[last][1], gradient_of_last) if gradient_of_last is not None else 0.0
-        known = entry + head + sum(r["forward_ms"] + r["backward_ms"] for r in rows.values())
-        rest = max(0.0, ms(begin, end) - known)
-        outside = (("embedding and input", entry), ("head and loss", head), ("norm, clipping and optimizer", rest))
-        return [*rows.values(), *({"label": label, "forward_ms": t, "backward_ms": 0.0} for label, t in outside)]
+        first_gradient = min((ms(begin, mark) for mark in self.reached.values()), default=ms(begin, passed))
+        outside = [
+            (EMBEDDING, ms(begin, self.forward[0][0]), 0.0 if self.left is None else ms(self.left, passed)),
+            (HEAD, first_gradient - ms(begin, self.forward[last][1]), 0.0),
+            (UPDATE, ms(passed, end), 0.0),
+        ]
+        known = sum(r["forward_ms"] + r["backward_ms"] for r in rows.values()) + sum(f + b for _, f, b in outside)
+        outside.append((BETWEEN, ms(begin, end) - known, 0.0))
+        return [*rows.values(), *({"label": label, "forward_ms": f, "backward_ms": b} for label, f, b in outside)]
+
+    def _backward(self, begin: Any, passed: Any) -> dict[int, float]:
+        """Milliseconds of each block that gradients reached, in whatever order they did."""
+        at = sorted((self.clock.ms(begin, mark), index) for index, mark in self.reached.items())
+        stop = self.clock.ms(begin, passed if self.left is None else self.left)
+        ends = [*(time for time, _ in at[1:]), stop]
+        return {index: until - time for (time, index), until in zip(at, ends, strict=True)}
 
 
 def part_of(name: str) -> str:

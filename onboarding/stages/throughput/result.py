@@ -38,7 +38,8 @@ class LayerTime(Record):
     """Where one step's time goes: all blocks of one kind together, or what lies outside the blocks."""
 
     kind: str
-    """``K: KDA, MoE 256 experts`` ..., ``embedding and input``, ``head and loss``, ``norm and optimizer``."""
+    """``K: KDA, MoE 256 experts`` ..., ``embedding and input``, ``head and loss``, ``norm, clipping and optimizer``,
+    and the remainder: ``between blocks``."""
     block: int | None = None
     """Which of the architecture's block kinds; None outside the blocks."""
     layers: int = 0
@@ -84,6 +85,8 @@ class ThroughputResult(StageResult):
     breakdown: list[LayerTime]
     breakdown_of: str
     """Name of the run that the breakdown is of."""
+    breakdown_ms: float = 0.0
+    """The step that was taken apart: its rows add up to this. It is one more step than those of ``runs``."""
     points: list[RooflinePoint] = Field(default_factory=list)
     roofline: Roofline | None = None
     not_measured: list[str]

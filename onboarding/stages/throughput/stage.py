@@ -156,6 +156,7 @@ def _result(
         speedup=speedup,
         breakdown=breakdown,
         breakdown_of=runs[-1].name,
+        breakdown_ms=sum(row.forward_ms + row.backward_ms for row in breakdown),
         points=[] if device is None else _points(architecture, breakdown, runs[-1].name, tokens, device),
         roofline=None
         if device is None
