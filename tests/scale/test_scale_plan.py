@@ -11,7 +11,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from onboarding.architecture import Architecture, Growth, MemoryEstimate
 from onboarding.devices import find_device
-from onboarding.stages.scale import layout, memory
+from onboarding.stages.scale import layout, limits, memory
 from onboarding.stages.scale.plans import Planner
 from onboarding.stages.scale.result import Hardware
 from onboarding.step_time.hardware import SYSTEMS
@@ -95,8 +95,8 @@ def test_two_blocks_are_gathered_at_a_time_and_logits_come_in_chunks() -> None:
 
 def planner(made: Architecture, of: Work, machines: Hardware) -> Planner:
     return Planner(
-        architecture=made, work=of, device=find_device("h200"), system=SYSTEMS["H200"], hardware=machines, tokens=4096,
-        microbatch=1, accumulated=4, trial=(1.0, ""),
+        architecture=made, work=of, device=find_device("h200"), system=SYSTEMS["H200"], hardware=machines,
+        asked=machines, tokens=4096, microbatch=1, trial=(1.0, ""),
     )  # fmt: skip
 
 
@@ -148,3 +148,44 @@ def test_work_is_read_off_the_operator_graph() -> None:
     assert found.attention_flops == pytest.approx(7)
     assert found.expert_flops == pytest.approx(11)
     assert found.attention(255) == pytest.approx(40 * 128 + 7)
+
+
+def test_the_critical_batch_is_that_of_the_paper() -> None:
+    """Kaplan et al. 2020, section 5.1: it doubles, roughly, for every 13 % that the loss falls."""
+    for loss in (2.0, 3.0, 4.0):
+        assert limits.critical_batch(0.87 * loss) / limits.critical_batch(loss) == pytest.approx(2, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("devices", "micro_batches"), [(8, 4), (128, 4), (224, 4), (256, 2), (468, 2), (512, 1), (8192, 1), (73728, 1)]
+)
+def test_micro_batches_keep_a_step_below_the_critical_batch(devices: int, micro_batches: int) -> None:
+    assert limits.accumulated(devices, 1, 8192) == micro_batches
+
+
+def test_devices_without_use_are_said_to_be_so_and_the_curve_falls() -> None:
+    asked = hardware(nodes=9216)
+    planned = limits.limited(asked, 1, 8192)
+    assert planned.devices == 67_108_864 // 8192 == 8192
+    assert limits.limited(hardware(nodes=16), 1, 8192) == hardware(nodes=16)
+    assert limits.limited(hardware(nodes=4), 1, 67_108_864 * 2).nodes == 1
+    told = limits.remarks(asked, planned, work(), microbatch=1, tokens=8192, ep=64)
+    assert [words for line, words in zip(told, ("8,192 of 73,728", "critical batch", "8.0-fold", "1,024"), strict=True)
+            if words in line] == ["8,192 of 73,728", "critical batch", "8.0-fold", "1,024"]  # fmt: skip
+    made = Planner(
+        architecture=architecture(), work=work(), device=find_device("h200"), system=SYSTEMS["H200"], hardware=planned,
+        asked=asked, tokens=8192, microbatch=1, trial=(1.0, ""),
+    ).plan("adapters")  # fmt: skip
+    assert made.projection is not None
+    curve = {point.devices: point for point in made.projection.curve}
+    assert (curve[8192].usable, curve[16384].usable, curve[73728].usable) == (8192, 8192, 8192)
+    assert curve[16384].efficiency == pytest.approx(curve[8192].efficiency / 2)
+    assert curve[73728].efficiency == pytest.approx(curve[8192].efficiency / 9)
+
+
+def test_nothing_is_said_where_nothing_stands_against_it() -> None:
+    asked = hardware(nodes=16)
+    assert limits.remarks(asked, asked, work(), microbatch=1, tokens=8192, ep=8) == []
+    few = limits.remarks(asked, asked, work(4096), microbatch=1, tokens=8192, ep=1)
+    assert len(few) == 1
+    assert "8 rows" in few[0]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from onboarding.architecture import Architecture
 from onboarding.devices import Device
-from onboarding.stages.scale import layout, memory, projection
+from onboarding.stages.scale import layout, limits, memory, projection
 from onboarding.stages.scale.result import Budget, Hardware, Layout, Mode, ModePlan, ScalingPoint
 from onboarding.step_time.hardware import System
 from onboarding.step_time.predict import Prediction
@@ -28,11 +28,12 @@ class Planner:
     device: Device
     system: System
     hardware: Hardware
+    """That the plan is for."""
+    asked: Hardware
+    """The job's; the curve goes as far, with what is of no use standing idle."""
     tokens: int
     """Of one sequence."""
     microbatch: int
-    accumulated: int
-    """Micro-batches of one step on each device."""
     trial: tuple[float, str]
 
     def plan(self, mode: Mode) -> ModePlan:
@@ -93,7 +94,9 @@ class Planner:
                     per_node=hardware.per_node,
                     ep=ep,
                     microbatch=self.microbatch,
-                    batch=self.microbatch * self.accumulated * hardware.devices,
+                    batch=self.microbatch
+                    * hardware.devices
+                    * limits.accumulated(hardware.devices, self.microbatch, self.tokens),
                     tokens=self.tokens,
                 )
             )
@@ -101,15 +104,22 @@ class Planner:
 
     def curve(self, mode: Mode) -> list[ScalingPoint]:
         """From one node to all of them, doubling, each with its own best layout."""
-        points = []
-        nodes = 1
-        while nodes <= self.hardware.nodes:
-            part = self.hardware.model_copy(update={"nodes": nodes})
-            rows, _, settings, predictions = self.layouts(mode, part)
+        points: list[projection.Point] = []
+        last, nodes = self.asked.nodes, 1
+        while nodes <= last:
+            part = self.asked.model_copy(update={"nodes": nodes})
+            used = limits.limited(part, self.microbatch, self.tokens)
+            rows, _, settings, predictions = self.layouts(mode, used)
             usable = [i for i, row in enumerate(rows) if row.fits] or list(range(len(rows)))
-            best = min(usable, key=lambda index: predictions[index].seconds)
-            points.append((part.devices, rows[best].ep, rows[best].fits, settings[best], predictions[best]))
-            nodes = (
-                nodes * 2 if nodes * 2 <= self.hardware.nodes or nodes == self.hardware.nodes else self.hardware.nodes
+            best = min(usable, key=lambda index: predictions[index].seconds / settings[index].tokens)
+            points.append(
+                projection.Point(
+                    devices=part.devices,
+                    usable=used.devices,
+                    layout=rows[best],
+                    setting=settings[best],
+                    prediction=predictions[best],
+                )
             )
+            nodes = nodes * 2 if nodes * 2 <= last or nodes == last else last
         return projection.scaling(points)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from onboarding.architecture import Architecture
 from onboarding.devices import Device
@@ -152,21 +152,35 @@ def basis(median: float, high: float) -> list[str]:
     ]
 
 
-def scaling(points: Sequence[tuple[int, int, bool, Setting, Prediction]]) -> list[ScalingPoint]:
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """The best layout at one number of devices."""
+
+    devices: int
+    usable: int
+    """Devices that the setting is of; the others stand idle."""
+    layout: Layout
+    setting: Setting
+    prediction: Prediction
+
+
+def scaling(points: Sequence[Point]) -> list[ScalingPoint]:
     """The curve over numbers of devices, against the first one's tokens a second and device."""
     rows: list[ScalingPoint] = []
-    for devices, ep, fits, one, found in points:
-        rate = one.tokens / found.seconds
+    for point in points:
+        seconds = point.prediction.seconds
+        rate = point.setting.tokens / seconds * point.usable / point.devices
         first = rows[0].tokens_per_second_per_device if rows else rate
         rows.append(
             ScalingPoint(
-                devices=devices,
-                ep=ep,
-                step_s=found.seconds,
+                devices=point.devices,
+                usable=point.usable,
+                ep=point.layout.ep,
+                step_s=seconds,
                 tokens_per_second_per_device=rate,
                 efficiency=rate / first,
-                all_to_all_share=found.parts[EXCHANGE] / found.seconds,
-                fits=fits,
+                all_to_all_share=point.prediction.parts[EXCHANGE] / seconds,
+                fits=point.layout.fits,
             )
         )
     return rows

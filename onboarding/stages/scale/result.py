@@ -101,9 +101,11 @@ class ScalingPoint(Record):
     step_s: float
     tokens_per_second_per_device: float
     efficiency: float
-    """Of one node's tokens a second and device."""
+    """Of one node's tokens a second and device; idle devices count."""
     all_to_all_share: float
     fits: bool
+    usable: int = 0
+    """Devices that a step can keep busy; the others stand idle. 0 in results from before this was told."""
 
 
 class UnevenPoint(Record):
@@ -188,6 +190,11 @@ class ScaleResult(StageResult):
     """Plans, dry run, real small runs, projection."""
 
     hardware: Hardware
+    """What is planned for: the nodes that are of use."""
+    asked_devices: int = 0
+    """Of the job; more than those of ``hardware`` where the model cannot use all."""
+    remarks: list[str] = Field(default_factory=list)
+    """What the model does not gain from so many devices."""
     sequence_length: int
     microbatch: int
     """Sequences that one device runs at a time."""

@@ -9,6 +9,7 @@ from onboarding.custom_code.definition import definition_of
 from onboarding.devices import find_device
 from onboarding.stages.align.result import AlignResult
 from onboarding.stages.parse.result import ParseResult
+from onboarding.stages.scale import limits
 from onboarding.stages.scale.dry import dry_ranks
 from onboarding.stages.scale.gloo import gloo_runs
 from onboarding.stages.scale.plans import WORDS, Planner
@@ -20,8 +21,6 @@ from onboarding.step_time.work import work_of
 
 GIB = 1 << 30
 MICROBATCH = 1
-ACCUMULATED = 4
-"""Micro-batches of one step on each device."""
 QUICK = "left out by the quick profile; the standard one does it"
 
 
@@ -35,7 +34,9 @@ def run(context: StageContext) -> ScaleResult:
     architecture = context.result("parse", ParseResult).architecture
     align = context.result("align", AlignResult)
     definition = definition_of(context)
-    hardware = hardware_of(context)
+    tokens = context.options.sequence_length
+    asked = hardware_of(context)
+    hardware = limits.limited(asked, MICROBATCH, tokens)
     work = work_of(architecture)
     context.progress(0, 4, "memory and layouts")
     measured = context.load_result("throughput", "")
@@ -48,9 +49,9 @@ def run(context: StageContext) -> ScaleResult:
         device=device,
         system=system,
         hardware=hardware,
-        tokens=context.options.sequence_length,
+        asked=asked,
+        tokens=tokens,
         microbatch=MICROBATCH,
-        accumulated=ACCUMULATED,
         trial=trial_factor(architecture, work, system, trained),
     )
     modes = [planner.plan(mode) for mode in WORDS]
@@ -63,11 +64,13 @@ def run(context: StageContext) -> ScaleResult:
     )
     gloo, gloo_reason = ([], QUICK) if quick else gloo_runs(context, definition, align.twin_plan)
     return ScaleResult(
-        summary=_summary(hardware, modes),
+        summary=_summary(asked, hardware, modes),
         hardware=hardware,
-        sequence_length=context.options.sequence_length,
+        asked_devices=asked.devices,
+        remarks=limits.remarks(asked, hardware, work, microbatch=MICROBATCH, tokens=tokens, ep=dry_ep),
+        sequence_length=tokens,
         microbatch=MICROBATCH,
-        batch=MICROBATCH * ACCUMULATED * hardware.devices,
+        batch=MICROBATCH * limits.accumulated(hardware.devices, MICROBATCH, tokens) * hardware.devices,
         modes=modes,
         dry_mode=dry_mode,
         dry_ep=dry_ep,
@@ -100,15 +103,16 @@ def _for_the_dry_run(modes: list[ModePlan]) -> tuple[Mode, int]:
     return plan.mode, next(row.ep for row in plan.layouts if row.chosen)
 
 
-def _summary(hardware: Hardware, modes: list[ModePlan]) -> str:
+def _summary(asked: Hardware, hardware: Hardware, modes: list[ModePlan]) -> str:
     parts = []
     for plan in modes:
         chosen = next(row for row in plan.layouts if row.chosen)
-        used = f"{plan.budget.device_total / GIB:.0f} of {hardware.memory_bytes / GIB:.0f} GiB"
+        used = f"{plan.budget.device_total / GIB:.0f} of {plan.budget.device_available / GIB:.0f} GiB"
         word = "adapters" if plan.mode == "adapters" else "full training"
         step = f", {plan.projection.step_s:.3g} s a step" if plan.projection else ""
         parts.append(f"{word}: EP {chosen.ep} x {chosen.efsdp}, {used}{step if plan.budget.fits else ', does not fit'}")
-    return f"{hardware.devices} devices (projection); {'; '.join(parts)}"
+    of = f" of {asked.devices:,} are of use" if asked.devices > hardware.devices else ""
+    return f"{hardware.devices:,} devices{of} (projection); {'; '.join(parts)}"
 
 
 def _not_measured(hardware: Hardware, *, dry: bool, gloo: bool) -> list[str]:
