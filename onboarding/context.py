@@ -55,6 +55,8 @@ class StageContext:
     emit: Emit
     load_result: Callable[[str, str], dict[str, Any] | None]
     """(stage, key) -> stored result of the newest succeeded step, or None."""
+    earlier: Callable[[str], list[tuple[str, dict[str, Any]]]] = field(default=lambda stage: [])
+    """stage -> job id and result of the owner's earlier jobs that succeeded on the same definition, newest first."""
     definition: str = ""
     """Digest of the job's definition artifact, as it was submitted; what intake reads."""
     input: dict[str, Any] = field(default_factory=dict)

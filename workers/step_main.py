@@ -88,6 +88,7 @@ def _attempt(
         policy=policy_of(settings, store, job, step, options),
         emit=Narrator(events.emit),
         load_result=partial(store.load_result, job.id),
+        earlier=partial(store.earlier_results, job.id),
         definition=job.definition,
         input=dict(step.input),
     )

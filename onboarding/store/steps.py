@@ -187,6 +187,23 @@ class StepStore(JobStore):
             result: dict[str, Any] | None = session.execute(query).scalar()
             return result
 
+    def earlier_results(self, job_id: str, stage: str, limit: int = 20) -> list[tuple[str, dict[str, Any]]]:
+        """Job id and stored result of a stage in the owner's earlier jobs that succeeded on the same definition.
+
+        Newest first.
+        """
+        this = select(JOB.c.owner, JOB.c.definition).where(JOB.c.id == job_id).subquery()
+        query = (
+            select(STEP.c.job_id, STEP.c.result)
+            .join(JOB, JOB.c.id == STEP.c.job_id)
+            .join(this, (this.c.owner == JOB.c.owner) & (this.c.definition == JOB.c.definition))
+            .where(JOB.c.id < job_id, JOB.c.state == "succeeded", STEP.c.stage == stage, STEP.c.state == "succeeded")
+            .order_by(STEP.c.job_id.desc(), STEP.c.id.desc())
+            .limit(limit)
+        )
+        with self.reading() as session:
+            return [(str(earlier), dict(result)) for earlier, result in session.execute(query) if result is not None]
+
     # What follows runs inside a transaction that holds the job's lock.
 
     def _own(self, session: Session, step_id: int, owner: str) -> Step | None:

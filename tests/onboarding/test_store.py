@@ -212,6 +212,28 @@ def test_results_are_those_of_the_newest_success(store: Store) -> None:
     assert (store.load_result(job.id, "intake") or {})["summary"] == "first"
 
 
+def test_earlier_results_are_of_the_owners_jobs_that_succeeded_on_the_same_definition(store: Store) -> None:
+    jobs = [
+        new_job(store),
+        new_job(store),
+        new_job(store),
+        new_job(store, owner="someone else"),
+        new_job(store, definition="1" * 64),
+        new_job(store),
+    ]
+    for job in jobs[:5]:
+        step = next(s for s in store.ready_steps() if s.job_id == job.id)
+        assert step.id is not None
+        assert store.claim_step(step.id, ME, LEASE_S) is not None
+        finish(store, step, summary=job.id)
+    with store.writing() as session:
+        session.execute(text("UPDATE job SET state = 'succeeded' WHERE id != :id"), {"id": jobs[2].id})
+    found = store.earlier_results(jobs[5].id, "intake")
+    assert [(job_id, result["summary"]) for job_id, result in found] == [(jobs[i].id, jobs[i].id) for i in (1, 0)]
+    assert store.earlier_results(jobs[1].id, "intake")[0][0] == jobs[0].id
+    assert store.earlier_results(jobs[0].id, "intake") == store.earlier_results(jobs[5].id, "align") == []
+
+
 def test_jobs_come_in_pages_newest_first(store: Store) -> None:
     ids = [new_job(store, name=f"Model {i}").id for i in range(5)]
     other = new_job(store, owner="someone else")

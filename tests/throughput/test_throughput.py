@@ -83,11 +83,11 @@ def test_the_breakdown_is_the_whole_step(frozen: bool) -> None:
 
 def test_a_recomputed_block_counts_its_parts_once() -> None:
     slow = Block(0.0)
-    slow.self_attn.forward = lambda x: (time.sleep(0.02), x * 2.0)[1]  # type: ignore[method-assign, func-returns-value]
+    slow.self_attn.forward = lambda x: (time.sleep(0.02), x * 2.0)[1]  # type: ignore[method-assign, assignment, func-returns-value]
     blocks: list[nn.Module] = [Block(0.0), slow]
     for block in blocks:
         own = block.forward
-        block.forward = lambda x, own=own: checkpoint(own, x, use_reentrant=False)  # type: ignore[method-assign, misc]
+        block.forward = lambda x, own=own: checkpoint(own, x, use_reentrant=False)  # type: ignore[method-assign]
     model = nn.Sequential(nn.Linear(4, 4), *blocks, nn.Linear(4, 1))
     rows, step_ms = taken_apart(model, blocks, ["a", "b"], torch.randn(2, 4))
     assert 20 <= rows["b"]["parts"]["mixer"] < 38

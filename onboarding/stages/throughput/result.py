@@ -64,6 +64,32 @@ class RooflinePoint(Record):
     """Of what the roofline allows at this intensity."""
 
 
+class Compared(Record):
+    """One run beside the same run of an earlier job."""
+
+    name: str
+    speed: float
+    """Tokens a second, this over that."""
+    memory: float
+    """Peak bytes, this over that."""
+    allowed: float
+    """Loss of speed that is no regression: the larger of 5 % and the spread of either run's steps."""
+    regressed: str = ""
+    """What is worse, in words; empty if nothing is."""
+
+
+class Baseline(Record):
+    """The newest earlier job of the same definition that measured the same thing on the same kind of device."""
+
+    job_id: str
+    runs: list[Compared]
+
+    @property
+    def regressed(self) -> str:
+        """What is worse than it was, in words; empty if nothing is."""
+        return "; ".join(f"{run.name}: {run.regressed}" for run in self.runs if run.regressed)
+
+
 class ThroughputResult(StageResult):
     """``trained`` is ``twin`` (reduced twin) or ``slice`` (the published width, fewer layers)."""
 
@@ -87,6 +113,10 @@ class ThroughputResult(StageResult):
     """Name of the run that the breakdown is of."""
     breakdown_ms: float = 0.0
     """The step that was taken apart: its rows add up to this. It is one more step than those of ``runs``."""
+    profile: str = ""
+    """Of the job: how many steps were timed."""
+    baseline: Baseline | None = None
+    """None where no earlier job measured the same thing."""
     points: list[RooflinePoint] = Field(default_factory=list)
     roofline: Roofline | None = None
     not_measured: list[str]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from onboarding.stages.align.result import AlignResult
 from onboarding.stages.gaps.result import Roofline
 from onboarding.stages.package.trial import accepted, write_trial_bundle
 from onboarding.stages.parse.result import ParseResult
+from onboarding.stages.throughput.baseline import compared
 from onboarding.stages.throughput.report import Report, Run
 from onboarding.stages.throughput.result import LayerTime, RooflinePoint, ThroughputResult, Training
 
@@ -67,7 +69,15 @@ def run(context: StageContext) -> ThroughputResult:
         "code": str(definition.code.resolve()) if definition.code else None,
     }
     report = _child(context, definition, job, total=len(bundles) * (warm + steps))
-    return _result(architecture, align, job, report, kernels=len(digests), begun=started)
+    result = _result(architecture, align, job, report, kernels=len(digests), begun=started)
+    return beside(result.model_copy(update={"profile": context.profile.name}), context.earlier(context.stage))
+
+
+def beside(result: ThroughputResult, earlier: Iterable[tuple[str, dict[str, Any]]]) -> ThroughputResult:
+    """The result with its comparison; a regression is the first thing that the summary says."""
+    found = compared(result, earlier)
+    worse = f"REGRESSION against job {found.job_id}: {found.regressed}. " if found and found.regressed else ""
+    return result.model_copy(update={"baseline": found, "summary": worse + result.summary})
 
 
 def _child(context: StageContext, definition: Definition, job: dict[str, Any], total: int) -> Report:
