@@ -53,7 +53,10 @@ def main(arguments: list[str] | None = None) -> int:
         "rows": {},
     }
     # made here and timed here: no signature of somebody to check
-    applied = load_apply(options.bundle)(model, bundle=options.bundle, verify=False, allow_unproven=True)
+    applied = load_apply(options.bundle)(
+        model, bundle=options.bundle, verify=False, allow_unproven=True, tokens=options.tokens
+    )
+    record["compiled_ahead"] = applied.compiled
     record["swapped"] = {digest[:8]: len(names) for digest, names in applied.swapped.items()}
     record["skipped"] = applied.skipped
     _take(record, "bundle", model, ids, options.out)

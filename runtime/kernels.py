@@ -56,8 +56,11 @@ def trusted_keys() -> set[str]:
     return {line.split()[0].lower() for line in lines if line.strip()}
 
 
-def apply_bundle(model: nn.Module, choice: ModelConfig) -> Any:
+def apply_bundle(model: nn.Module, choice: ModelConfig, tokens: int) -> Any:
     """Put the kernels in; gives what was put where.
+
+    On a GPU the kernels of a step of ``tokens`` tokens are compiled now, by one rank of each host: the others find
+    them in Triton's cache.
 
     Raises:
         Refused: ``kernels-refused`` where their verdicts do not cover this device.
@@ -66,7 +69,13 @@ def apply_bundle(model: nn.Module, choice: ModelConfig) -> Any:
     root = _root(choice)
     apply = _load(root, "apply")
     try:
-        return apply.apply(model, bundle=root, trusted_key=key, allow_unproven=choice.unproven_kernels)
+        return apply.apply(
+            model,
+            bundle=root,
+            trusted_key=key,
+            allow_unproven=choice.unproven_kernels,
+            tokens=tokens if int(os.environ.get("LOCAL_RANK", "0")) == 0 else None,
+        )
     except apply.KernelRefused as error:
         advice = "judge the model on this device, or train without the bundle"
         raise Refused("kernels-refused", str(error), advice) from None

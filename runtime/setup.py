@@ -202,7 +202,8 @@ def assemble(
     if config.lora is not None:
         initialize_adapter(model)
     weights.load(model, checked.values, checked.load, own=ADDED, alive=alive)
-    applied = apply_bundle(model, config.model) if config.model.bundle is not None else None
+    tokens = config.step.microbatch * config.data.sequence_length
+    applied = apply_bundle(model, config.model, tokens) if config.model.bundle is not None else None
     boundaries = Boundaries()
     isolated: list[str] = []
     if config.data.packing != "none":
