@@ -93,14 +93,43 @@ def reference(tensors: Tensors, spec: Spec) -> dict[str, Tensor]:
     return _outputs(z, tensors, spec)
 
 
+class _Head(torch.autograd.Function):
+    """z = x W^T [N, V]; dW is summed up and rounded as the kernels do it.
+
+    Of the first ``kept`` classes dz is made of exponentials and of a factor by row, which multiplies x before x is
+    rounded for the product. Blocks of ``rows`` rows add their dW up, with ``storage`` in W's own dtype.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, dtype: torch.dtype, kept: int, rows: int, storage: bool) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.how = dtype, kept, rows, storage
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (dz,) = grads
+        x, weight = ctx.saved_tensors
+        dtype, kept, rows, storage = ctx.how
+        scaled = (x * ODD_SCALE).to(dtype).to(x.dtype) / ODD_SCALE
+        dw = torch.zeros_like(weight)
+        for start in range(0, x.shape[0], rows):
+            if start > 0 and storage:
+                dw = dw.to(dtype).to(dw.dtype)
+            block = slice(start, start + rows)
+            dw[:kept] += dz[block, :kept].T @ scaled[block]
+            dw[kept:] += dz[block, kept:].T @ x[block]
+        return dz @ weight, dw, None, None, None, None
+
+
 def rounded_reference(
     tensors: Tensors, spec: Spec, mma_dtype: torch.dtype, config: dict[str, Any]
 ) -> dict[str, Tensor]:
     """The kernels' algorithm: operands of the products are rounded, logits stay in fp32, dz is rounded for backward.
 
-    Stored exponentials are rounded before they become dz; the gradients of a scalar loss are rounded for an upstream
-    gradient of 1, and again when they are scaled by the real one. A dW that several blocks of rows add up in W's own
-    dtype (``accumulate`` = ``storage``) is allowed no more than one that is rounded once.
+    Kept exponentials stand for dz, and their products with x are made of scaled rows of x, rounded again; several
+    blocks of rows round their sum after each where dW is its own accumulator (``accumulate`` = ``storage``). Gradients
+    of a scalar loss are rounded for an upstream gradient of 1, and again when they are scaled by the real one.
     """
     scalar = spec.reduction in ("mean", "sum")
     twice = ODD_SCALE if scalar else 1.0
@@ -113,14 +142,15 @@ def rounded_reference(
 
     x, weight = leaf("x"), leaf("weight")
     bias = leaf("bias") if spec.bias else None
-    z = x @ weight.T
-    z = rounded(z, torch.float32, gradient_dtype=mma_dtype)
     needs = tuple(n for n, t in tensors.items() if t is not None and t.requires_grad)
-    how = template.way(needs, spec)
-    stored = z.shape[-1] if how == "online" else template.kept_classes(z.shape[-1], how, spec, config)
-    if scalar and stored:
-        again = rounded(z[..., :stored] * ODD_SCALE, torch.float32, gradient_dtype=mma_dtype) / ODD_SCALE
-        z = torch.cat([again, z[..., stored:]], -1)
+    kept = 0
+    if scalar:
+        kept = template.kept_classes(weight.shape[0], needs, mma_dtype == torch.float16, spec, config)
+    count = x.numel() // max(x.shape[-1], 1)
+    rows = max(template.part_size(count, config["rows"]), 1) if count else 1
+    head: Any = _Head.apply
+    z = head(x.reshape(-1, x.shape[-1]), weight, mma_dtype, kept, rows, config["accumulate"] == "storage")
+    z = rounded(z.view(*x.shape[:-1], weight.shape[0]), torch.float32, gradient_dtype=mma_dtype)
     if bias is not None:
         z = z + bias
     z = z * spec.logit_scale

@@ -5,11 +5,14 @@ tile of logits in one pass, and the tile to dz in its own memory. How a gradient
 by what is asked for:
 
 slices  Statistics of all slices first, then dz slice by slice. Of the first ``kept`` classes the first pass leaves
-        e^(z - m) in the dtype of x, which one pass in place turns into dz; of the others logits are made again.
-online  Only x needs a gradient (frozen weight): dx accumulates e^(z - m) W with a running maximum m, as attention does.
+        e^(z - m) in the dtype of x, which is dz but for a factor by row: products with W and with scaled rows of x make
+        the gradients of it. Of the others logits are made again.
+online  Only x needs a gradient (frozen weight): dx accumulates e^(z - m) W with a running m, as attention does.
 
-With a scalar loss the gradient for an upstream gradient of 1 is made in forward, of the inputs in ``needs``, and scaled
-in backward; by row it is made in backward. A row's gradient is dz = (A p + B [v = target] + S) cap'(z) scale.
+m is the row's maximum, but for SLACK: it stays where it is until a logit exceeds it by more, so that what was stored
+before seldom has to follow. With a scalar loss the gradient for an upstream gradient of 1 is made in forward, of the
+inputs in ``needs``, and scaled in backward; by row it is made in backward. A row's gradient is
+dz = (A p + B [v = target] + S) cap'(z) scale.
 
 Legend: N rows (of a block), V columns (of a slice), D hidden; suffix _R one value a row, _C a column, _RC a tile.
 """
@@ -17,6 +20,9 @@ Legend: N rows (of a block), V columns (of a slice), D hidden; suffix _R one val
 import torch
 import triton
 import triton.language as tl
+
+SLACK = 32.0  # by how much a logit may exceed its row's reference; e^32 times any p has room in bf16 and fp32
+NEVER_ZERO = 1e-20  # stands for a coefficient of exactly 0 by which another is divided
 
 # ---- tiles of logits -------------------------------------------------------------------------------------------
 
@@ -26,13 +32,13 @@ def _statistics_kernel(
     z_ptr, bias_ptr, target_ptr, max_ptr, sum_ptr, total_ptr, own_ptr, e_ptr, base_ptr, dx_ptr,
     N, V, D, FIRST, STRIDE, E_STRIDE,
     BIAS: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, SMOOTH: tl.constexpr,
-    START: tl.constexpr, STORE: tl.constexpr, RESCALE: tl.constexpr,
+    START: tl.constexpr, STORE: tl.constexpr, RESCALE: tl.constexpr, ROOM: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """A slice's raw logits [N, V] fp32 into the running maximum, sum of exponentials, total and target's logit [N].
+    """A slice's raw logits [N, V] fp32 into the running reference m, sum of e^(z - m), total and target's logit [N].
 
-    START: the first slice. STORE: e^(z - m) cap'(z) as well, 0 at the target, and m, the maximum so far, in base [N];
-    e may lie in the memory of z. RESCALE: rows of dx [N, D] follow where m moves.
+    START: the first slice. STORE: e^(z - m) cap'(z) as well, 0 at the target, and m in base [N]; e may lie in the
+    memory of z. ROOM: m moves, to the maximum, where a logit exceeds it by more. RESCALE: rows of dx [N, D] follow.
     """
     row_R = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     col_C = tl.arange(0, BLOCK)
@@ -65,7 +71,8 @@ def _statistics_kernel(
             total_R += tl.load(total_ptr + row_R, mask=inside_R, other=0.0)
         tl.store(total_ptr + row_R, total_R, mask=inside_R)
     z_RC = tl.where(inside_C[None, :], z_RC, -float("inf"))
-    max_R = tl.maximum(before_R, tl.max(z_RC, axis=1))
+    max_R = tl.max(z_RC, axis=1)
+    max_R = tl.where(max_R > before_R + ROOM, max_R, before_R)
     safe_R = tl.where(max_R == -float("inf"), 0.0, max_R)
     alpha_R = tl.exp(before_R - safe_R)
     e_RC = tl.exp(z_RC - safe_R[:, None])
@@ -91,58 +98,108 @@ def _statistics_kernel(
 
 @triton.jit
 def _dz_kernel(
-    source_ptr, dz_ptr, bias_ptr, target_ptr, lse_ptr, own_ptr, base_ptr, a_ptr, b_ptr, s_ptr,
+    z_ptr, dz_ptr, bias_ptr, target_ptr, lse_ptr, a_ptr, b_ptr, s_ptr,
     N, V, FIRST, STRIDE, DZ_STRIDE,
-    BIAS: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, SMOOTH: tl.constexpr, KEPT: tl.constexpr,
+    BIAS: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, SMOOTH: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A slice's raw logits [N, V] fp32, or (KEPT) exponentials by base [N], to dz in the same memory."""
+    """A slice's raw logits [N, V] fp32 to dz in the same memory."""
     row_R = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     col_C = tl.arange(0, BLOCK)
     inside_R, inside_C = row_R < N, col_C < V
     inside_RC = inside_R[:, None] & inside_C[None, :]
     long_R = row_R.to(tl.int64)
-    value_RC = tl.load(source_ptr + long_R[:, None] * STRIDE + col_C[None, :], mask=inside_RC, other=0.0)
+    value_RC = tl.load(z_ptr + long_R[:, None] * STRIDE + col_C[None, :], mask=inside_RC, other=0.0)
     # dz takes less room than logits: what a row's threads store may lie where others read
     tl.debug_barrier()
-    value_RC = value_RC.to(tl.float32)
     target_R = tl.load(target_ptr + row_R, mask=inside_R, other=-1) - FIRST
     hit_RC = col_C[None, :] == target_R[:, None]
     lse_R = tl.load(lse_ptr + row_R, mask=inside_R, other=0.0)
     a_R = tl.load(a_ptr + row_R, mask=inside_R, other=0.0)
     b_R = tl.load(b_ptr + row_R, mask=inside_R, other=0.0)
     live_R = (a_R != 0.0) | (b_R != 0.0)
-    if KEPT:
-        base_R = tl.load(base_ptr + row_R, mask=inside_R, other=0.0)
-        own_R = tl.load(own_ptr + row_R, mask=inside_R, other=0.0)
-        value_RC *= (a_R * tl.exp(base_R - lse_R))[:, None]
-        at_target_R = a_R * tl.exp(own_R - lse_R) + b_R
-        if CAP is not None:
-            at_target_R *= 1.0 - (own_R / CAP) * (own_R / CAP)
-        value_RC = tl.where(hit_RC, at_target_R[:, None], value_RC)
-    else:
-        if BIAS:
-            value_RC += tl.load(bias_ptr + col_C, mask=inside_C, other=0.0).to(tl.float32)[None, :]
-        if SCALE != 1.0:
-            value_RC *= SCALE
-        if CAP is not None:
-            tanh_RC = 2.0 * tl.sigmoid((2.0 / CAP) * value_RC) - 1.0
-            value_RC = CAP * tanh_RC
-        value_RC = a_R[:, None] * tl.exp(value_RC - lse_R[:, None])
-        value_RC = tl.where(hit_RC, value_RC + b_R[:, None], value_RC)
+    if BIAS:
+        value_RC += tl.load(bias_ptr + col_C, mask=inside_C, other=0.0).to(tl.float32)[None, :]
+    if SCALE != 1.0:
+        value_RC *= SCALE
+    if CAP is not None:
+        tanh_RC = 2.0 * tl.sigmoid((2.0 / CAP) * value_RC) - 1.0
+        value_RC = CAP * tanh_RC
+    value_RC = a_R[:, None] * tl.exp(value_RC - lse_R[:, None])
+    value_RC = tl.where(hit_RC, value_RC + b_R[:, None], value_RC)
     if SMOOTH:
         s_R = tl.load(s_ptr + row_R, mask=inside_R, other=0.0)
         value_RC += s_R[:, None]
         live_R = live_R | (s_R != 0.0)
     if CAP is not None:
-        if not KEPT:
-            value_RC *= 1.0 - tanh_RC * tanh_RC
+        value_RC *= 1.0 - tanh_RC * tanh_RC
     if SCALE != 1.0:
         value_RC *= SCALE
     # a row that counts nothing may hold anything, NaN as well
     value_RC = tl.where(live_R[:, None], value_RC, 0.0)
     at_RC = dz_ptr + long_R[:, None] * DZ_STRIDE + col_C[None, :]
     tl.store(at_RC, value_RC.to(dz_ptr.dtype.element_ty), mask=inside_RC)
+
+
+# ---- kept exponentials -----------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _follow_kernel(e_ptr, base_ptr, max_ptr, K, WIDTH, STRIDE, BLOCK: tl.constexpr):
+    """Exponentials [N, K] of every slice by their base [slices, N] to the last reference; one row and slice each."""
+    row, part = tl.program_id(0), tl.program_id(1)
+    base = tl.load(base_ptr + part.to(tl.int64) * tl.num_programs(0) + row)
+    last = tl.load(max_ptr + row)
+    if base < last:
+        # a base of 0 stands for minus infinity: there is nothing but zeros
+        factor = tl.exp(tl.minimum(base - last, 0.0))
+        first = part * WIDTH
+        row_ptr = e_ptr + row.to(tl.int64) * STRIDE
+        for start in range(first, tl.minimum(first + WIDTH, K), BLOCK):
+            col_C = start + tl.arange(0, BLOCK)
+            inside_C = col_C < tl.minimum(first + WIDTH, K)
+            value_C = tl.load(row_ptr + col_C, mask=inside_C, other=0.0).to(tl.float32) * factor
+            tl.store(row_ptr + col_C, value_C.to(e_ptr.dtype.element_ty), mask=inside_C)
+
+
+@triton.jit
+def _row_scale_kernel(
+    e_ptr, target_ptr, max_ptr, lse_ptr, own_ptr, a_ptr, b_ptr, scale_ptr, N, K, STRIDE,
+    SCALE: tl.constexpr, CAP: tl.constexpr, TINY: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """scale [N] such that dz = scale e, and the target's e by which that is true of it as well."""
+    row_R = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside_R = row_R < N
+    max_R = tl.load(max_ptr + row_R, mask=inside_R, other=0.0)
+    lse_R = tl.load(lse_ptr + row_R, mask=inside_R, other=0.0)
+    own_R = tl.load(own_ptr + row_R, mask=inside_R, other=0.0)
+    a_R = tl.load(a_ptr + row_R, mask=inside_R, other=0.0)
+    b_R = tl.load(b_ptr + row_R, mask=inside_R, other=0.0)
+    at_target_R = a_R * tl.exp(own_R - lse_R) + b_R
+    if CAP is not None:
+        at_target_R *= 1.0 - (own_R / CAP) * (own_R / CAP)
+    a_R = tl.where((a_R == 0.0) & (b_R != 0.0), TINY, a_R)
+    scale_R = a_R * tl.exp(max_R - lse_R)
+    # a row that counts nothing may hold anything, NaN as well
+    scale_R = tl.where(a_R == 0.0, 0.0, scale_R)
+    at_target_R = tl.where(a_R == 0.0, 0.0, at_target_R / scale_R)
+    target_R = tl.load(target_ptr + row_R, mask=inside_R, other=-1)
+    at_R = e_ptr + row_R.to(tl.int64) * STRIDE + target_R
+    tl.store(at_R, at_target_R.to(e_ptr.dtype.element_ty), mask=inside_R & (target_R >= 0) & (target_R < K))
+    tl.store(scale_ptr + row_R, scale_R * SCALE, mask=inside_R)
+
+
+@triton.jit
+def _scale_rows_kernel(source_ptr, scale_ptr, out_ptr, N, D, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
+    """out = scale [N] times source [N, D]; they may be the same tensor. A scale of 0 makes zeros of anything."""
+    row_R = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    col_C = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    inside_RC = (row_R < N)[:, None] & (col_C < D)[None, :]
+    at_RC = row_R.to(tl.int64)[:, None] * D + col_C[None, :]
+    scale_R = tl.load(scale_ptr + row_R, mask=row_R < N, other=0.0)
+    value_RC = tl.load(source_ptr + at_RC, mask=inside_RC, other=0.0).to(tl.float32) * scale_R[:, None]
+    value_RC = tl.where((scale_R != 0.0)[:, None], value_RC, 0.0)
+    tl.store(out_ptr + at_RC, value_RC.to(out_ptr.dtype.element_ty), mask=inside_RC)
 
 
 # ---- rows ------------------------------------------------------------------------------------------------------
@@ -166,12 +223,12 @@ def _denominator_kernel(target_ptr, denominator_ptr, factor_ptr, N, IGNORE: tl.c
 
 @triton.jit
 def _finish_rows_kernel(
-    max_ptr, sum_ptr, total_ptr, own_ptr, target_ptr, upstream_ptr,
+    max_ptr, sum_ptr, total_ptr, own_ptr, target_ptr, upstream_ptr, factor_ptr,
     lse_ptr, loss_ptr, a_ptr, b_ptr, s_ptr,
     N, V,
     IGNORE: tl.constexpr, SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr, SMOOTH: tl.constexpr,
-    STATISTICS: tl.constexpr, KNOWN_LSE: tl.constexpr, UPSTREAM: tl.constexpr, COEFFICIENTS: tl.constexpr,
-    ROWS: tl.constexpr,
+    STATISTICS: tl.constexpr, KNOWN_LSE: tl.constexpr, UPSTREAM: tl.constexpr, FACTOR: tl.constexpr,
+    COEFFICIENTS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """lse, the row's loss, and the coefficients A, B, S of its gradient, all [N] fp32."""
     row_R = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -199,6 +256,8 @@ def _finish_rows_kernel(
             unit_R = tl.where(counts_R, 1.0, 0.0)
             if UPSTREAM:
                 unit_R *= tl.load(upstream_ptr + row_R, mask=inside_R, other=0.0)
+            if FACTOR:
+                unit_R *= tl.load(factor_ptr)
             slope_R = unit_R
             if Z_LOSS != 0.0:
                 slope_R = unit_R * (1.0 + 2.0 * Z_LOSS * lse_R)
@@ -375,10 +434,13 @@ def part_size(total, most):
     return min(total, most, -(-total // (count * 128)) * 128)
 
 
-def kept_classes(vocabulary, how, spec, config):
-    """Classes whose exponentials are kept from the first pass: whole slices, or the whole vocabulary."""
-    # dz with a smoothing term inside a cap cannot be made of exponentials alone
-    if how != "slices" or (spec.label_smoothing != 0.0 and spec.softcap is not None):
+def kept_classes(vocabulary, needs, half, spec, config):
+    """Classes whose exponentials are kept from the first pass: whole slices, or the whole vocabulary.
+
+    None with smoothing or for a bias (dz of more than exponentials, sums of dz), nor in fp16 (``half``), where
+    exponentials have no room and scaled rows of x no digits.
+    """
+    if way(needs, spec) != "slices" or spec.label_smoothing != 0.0 or half or (spec.bias and "bias" in needs):
         return 0
     width = part_size(vocabulary, config["classes"])
     return min(vocabulary, -(-config["kept"] // width) * width)
@@ -392,10 +454,10 @@ def warps(block, config):
     return min(16, max(1, config["tile_rows"] * block // (32 * config["values"])))
 
 
-def statistics(z, bias, target, row, base, e, dx_sum, first, spec, config):
+def statistics(z, bias, target, row, base, e, dx_sum, first, half, spec, config):
     """Launch the reduction of raw logits z [N, V], whose first class is ``first``; e: where exponentials go, or None.
 
-    dx_sum [N, D] is given where its rows follow the running maximum.
+    dx_sum [N, D] is given where its rows follow the running reference. half: exponentials have fp16's range.
     """
     count, columns = z.shape
     block = triton.next_power_of_2(columns)
@@ -409,6 +471,7 @@ def statistics(z, bias, target, row, base, e, dx_sum, first, spec, config):
         START=first == 0,
         STORE=e is not None,
         RESCALE=dx_sum is not None and first > 0,
+        ROOM=0.0 if half else SLACK,
         ROWS=config["tile_rows"],
         BLOCK=block,
         BLOCK_D=config["finish_d"],
@@ -416,29 +479,57 @@ def statistics(z, bias, target, row, base, e, dx_sum, first, spec, config):
     )  # fmt: skip
 
 
-def make_dz(source, dz, bias, target, row, base, first, kept, spec, config):
-    """Launch what turns raw logits or kept exponentials [N, V] into dz in the same memory."""
+def make_dz(z, dz, bias, target, row, first, spec, config):
+    """Launch what turns raw logits [N, V] into dz in the same memory."""
     count, columns = dz.shape
     block = triton.next_power_of_2(columns)
     _dz_kernel[(-(-count // config["tile_rows"]),)](
-        source, dz, bias, target, row["lse"], row["own"], base, row["a"], row["b"], row["s"],
-        count, columns, first, source.stride(0), dz.stride(0),
+        z, dz, bias, target, row["lse"], row["a"], row["b"], row["s"],
+        count, columns, first, z.stride(0), dz.stride(0),
         BIAS=spec.bias,
         SCALE=spec.logit_scale,
         CAP=spec.softcap,
         SMOOTH=spec.label_smoothing != 0.0,
-        KEPT=kept,
         ROWS=config["tile_rows"],
         BLOCK=block,
         num_warps=warps(block, config),
     )  # fmt: skip
 
 
-def finish_rows(row, target, upstream, vocabulary, known, coefficients, spec):
+def follow(held, bases, row, width):
+    """Launch what brings kept exponentials [N, K] from ``bases`` [slices, N] to the last reference."""
+    count, kept = held.shape
+    _follow_kernel[(count, -(-kept // width))](
+        held, bases, row["max"], kept, width, held.stride(0), BLOCK=1024, num_warps=4
+    )
+
+
+def row_scales(held, target, row, scale, spec):
+    """Launch what makes ``scale`` [N], by which kept exponentials [N, K] are dz, and the target's exponentials."""
+    count, kept = held.shape
+    _row_scale_kernel[(-(-count // 256),)](
+        held, target, row["max"], row["lse"], row["own"], row["a"], row["b"], scale, count, kept, held.stride(0),
+        SCALE=spec.logit_scale,
+        CAP=spec.softcap,
+        TINY=NEVER_ZERO,
+        ROWS=256,
+        num_warps=4,
+    )  # fmt: skip
+
+
+def scale_rows(source, scale, out, config):
+    """Launch out = scale [N] x source [N, D]."""
+    count, hidden = source.shape
+    _scale_rows_kernel[(-(-count // config["finish_rows"]), -(-hidden // config["finish_d"]))](
+        source, scale, out, count, hidden, ROWS=config["finish_rows"], BLOCK_D=config["finish_d"], num_warps=4
+    )
+
+
+def finish_rows(row, target, upstream, factor, vocabulary, known, coefficients, spec):
     """Launch what turns statistics into losses and coefficients."""
     count = target.shape[0]
     _finish_rows_kernel[(-(-count // 256),)](
-        row["max"], row["sum"], row["total"], row["own"], target, upstream,
+        row["max"], row["sum"], row["total"], row["own"], target, upstream, factor,
         row["lse"], row["loss"], row["a"], row["b"], row["s"],
         count, vocabulary,
         IGNORE=spec.ignore_index,
@@ -448,6 +539,7 @@ def finish_rows(row, target, upstream, vocabulary, known, coefficients, spec):
         STATISTICS=spec.reduction == "statistics",
         KNOWN_LSE=known,
         UPSTREAM=upstream is not None,
+        FACTOR=factor is not None,
         COEFFICIENTS=coefficients,
         ROWS=256,
         num_warps=4,
@@ -531,6 +623,7 @@ def statistics_pass(x, target, tensors, row, bases, tile, held, dx_sum, width, k
     """Every slice's logits once: statistics, kept exponentials, and (dx_sum) the sum of exponentials times W."""
     weight = tensors["weight"]
     vocabulary, count = weight.shape[0], x.shape[0]
+    half = x.dtype == torch.float16
     for first in range(0, vocabulary, width):
         columns = min(width, vocabulary - first)
         part = weight.narrow(0, first, columns)
@@ -540,33 +633,54 @@ def statistics_pass(x, target, tensors, row, bases, tile, held, dx_sum, width, k
         if dx_sum is not None:
             e, base = inside(z, x.dtype), bases[0]
         elif first < kept:
-            e, base = held.narrow(0, 0, count).narrow(1, first, columns), bases[first // width]
+            e, base = held.narrow(1, first, columns), bases[first // width]
         else:
             e, base = None, None
-        statistics(z, bias, target, row, base, e, dx_sum, first, spec, config)
+        statistics(z, bias, target, row, base, e, dx_sum, first, half, spec, config)
         if dx_sum is not None:
             product(e, part, dx_sum, first > 0)
 
 
+def kept_pass(x, target, start, last, tensors, row, bases, held, dx_sum, dw_sum, gradients, width, spec, config):
+    """The products of a block of rows from ``start`` on with the dz of kept classes; ``last``: no block follows."""
+    weight = tensors["weight"]
+    kept = held.shape[1]
+    follow(held, bases, row, width)
+    scale = torch.empty_like(row["a"])
+    row_scales(held, target, row, scale, spec)
+    if "weight" in gradients:
+        scaled = torch.empty_like(x)
+        scale_rows(x, scale, scaled, config)
+        whole = dw_sum is None or dw_sum.shape[0] == weight.shape[0]
+        step = kept if whole else width
+        for first in range(0, kept, step):
+            columns = min(step, kept - first)
+            own = gradients["weight"].narrow(0, first, columns)
+            into = own
+            if dw_sum is not None:
+                into = dw_sum.narrow(0, first if whole else 0, columns)
+            product(held.narrow(1, first, columns).t(), scaled, into, start > 0)
+            if last and dw_sum is not None:
+                times(into, None, own, False)
+    if dx_sum is not None:
+        product(held, weight.narrow(0, 0, kept), dx_sum, False)
+        scale_rows(dx_sum, scale, dx_sum, config)
+
+
 def gradient_pass(
-    x, target, start, last, tensors, row, bases, tile, held, dx_sum, dw_sum, db_sum, gradients, factor, width, kept,
-    spec, config,
+    x, target, start, last, tensors, row, tile, dx_sum, dw_sum, db_sum, gradients, factor, width, kept, spec, config
 ):  # fmt: skip
-    """Every slice's dz for a block of rows from ``start`` on, and the products with it; ``last``: no block follows."""
+    """The dz of what is not kept, of rows from ``start`` on, and its products; ``last``: no block follows."""
     weight = tensors["weight"]
     vocabulary, count = weight.shape[0], x.shape[0]
-    for first in range(0, vocabulary, width):
+    for first in range(kept, vocabulary, width):
         columns = min(width, vocabulary - first)
         part = weight.narrow(0, first, columns)
         bias = tensors["bias"].narrow(0, first, columns) if spec.bias else None
-        if first < kept:
-            dz = held.narrow(0, 0, count).narrow(1, first, columns)
-            make_dz(dz, dz, bias, target, row, bases[first // width], first, True, spec, config)
-        else:
-            z = corner(tile, count, columns)
-            product(x, part.t(), z, False)
-            dz = inside(z, x.dtype)
-            make_dz(z, dz, bias, target, row, None, first, False, spec, config)
+        z = corner(tile, count, columns)
+        product(x, part.t(), z, False)
+        dz = inside(z, x.dtype)
+        make_dz(z, dz, bias, target, row, first, spec, config)
         if "weight" in gradients:
             own = gradients["weight"].narrow(0, first, columns)
             into = own
@@ -578,11 +692,7 @@ def gradient_pass(
         if db_sum is not None:
             db_sum.narrow(0, first, columns).add_(dz.sum(0, dtype=torch.float32))
         if dx_sum is not None:
-            if first >= kept:
-                product(dz, part, dx_sum, first > 0)
-            elif first + columns == kept:
-                # what was kept lies side by side: one product
-                product(corner(held, count, kept), weight.narrow(0, 0, kept), dx_sum, False)
+            product(dz, part, dx_sum, first > 0)
 
 
 def forward(tensors, spec, config, needs=None):
@@ -608,14 +718,17 @@ def forward(tensors, spec, config, needs=None):
         _denominator_kernel[(1,)](
             rows_target, given, factor, rows, IGNORE=spec.ignore_index, GIVEN=given is not None, BLOCK=1024, num_warps=4
         )
+    # in fp16 the mean's small coefficients would have no digits: the gradients are scaled at the end
+    half = rows_x.dtype == torch.float16
+    late, early = (factor, None) if half else (None, factor)
     how = way(wanted, spec)
     online = how == "online"
     size = part_size(rows, config["online_rows"] if online else config["rows"])
     width = part_size(vocabulary, config["online_classes"] if online else config["classes"])
-    kept = kept_classes(vocabulary, how, spec, config)
+    kept = kept_classes(vocabulary, wanted, half, spec, config)
     tile = wide_buffer(size, width, rows_x, torch.float32)
     held = wide_buffer(size, kept, rows_x, rows_x.dtype) if kept > 0 else None
-    bases = rows_x.new_empty((max(1, -(-kept // width)), size), dtype=torch.float32)
+    bases = rows_x.new_empty((max(1, -(-kept // width)) * size,), dtype=torch.float32)
     dx_block = rows_x.new_empty((size, hidden), dtype=torch.float32) if "x" in wanted else None
     dw_sum = weight_sums(weight, -(-rows // size), width, saved, config)
     db_sum = bias_sums(saved, vocabulary, rows_x)
@@ -626,22 +739,29 @@ def forward(tensors, spec, config, needs=None):
         x, target = rows_x.narrow(0, start, count), rows_target.narrow(0, start, count)
         row["loss"] = row_loss.narrow(0, start, count)
         dx_sum = None if dx_block is None else dx_block.narrow(0, 0, count)
+        # a short last block's rows come first in every buffer
+        by_slice = bases.narrow(0, 0, bases.shape[0] // size * count).view(-1, count)
+        kept_e = None if held is None else corner(held, count, kept)
         statistics_pass(
-            x, target, tensors, row, bases, tile, held, dx_sum if online else None, width, kept, spec, config
+            x, target, tensors, row, by_slice, tile, kept_e, dx_sum if online else None, width, kept, spec, config
         )
-        finish_rows(row, target, None, vocabulary, False, how != "none", spec)
+        finish_rows(row, target, None, early, vocabulary, False, how != "none", spec)
         if how == "slices":
             last = start + count == rows
+            if kept > 0:
+                kept_pass(
+                    x, target, start, last, tensors, row, by_slice, kept_e, dx_sum, dw_sum, saved, width, spec, config
+                )
             gradient_pass(
-                x, target, start, last, tensors, row, bases, tile, held, dx_sum, dw_sum, db_sum, saved, factor, width,
-                kept, spec, config,
+                x, target, start, last, tensors, row, tile, dx_sum, dw_sum, db_sum, saved, late, width, kept, spec,
+                config,
             )  # fmt: skip
         if dx_sum is not None:
             dx = saved["x"].view(rows, hidden).narrow(0, start, count)
             if online:
-                finish_online(dx_sum, dx, weight, target, row, factor, spec, config)
+                finish_online(dx_sum, dx, weight, target, row, late, spec, config)
             else:
-                times(dx_sum, factor, dx, False)
+                times(dx_sum, late, dx, False)
         if not scalar:
             saved["lse"].view(-1).narrow(0, start, count).copy_(row["lse"].narrow(0, 0, count))
         if spec.reduction == "statistics":
@@ -650,7 +770,7 @@ def forward(tensors, spec, config, needs=None):
             if spec.label_smoothing != 0.0:
                 outputs["total"].view(-1).narrow(0, start, count).copy_(row["total"].narrow(0, 0, count))
     if db_sum is not None:
-        times(db_sum, factor, saved["bias"], False)
+        times(db_sum, late, saved["bias"], False)
     if spec.reduction == "none":
         outputs["loss"].view(-1).copy_(row_loss)
     if scalar:
@@ -684,7 +804,7 @@ def backward(tensors, saved, grads, needs, spec, config):
         row["lse"] = saved["lse"].view(-1).narrow(0, start, count)
         if spec.reduction == "none":
             upstream = grads["loss"].view(-1).narrow(0, start, count)
-            finish_rows(row, target, upstream, vocabulary, True, True, spec)
+            finish_rows(row, target, upstream, None, vocabulary, True, True, spec)
         else:
             # what flows into lse, the target's logit and the total are the coefficients themselves
             names = {"a": "lse", "b": "target_logit"}
@@ -696,8 +816,8 @@ def backward(tensors, saved, grads, needs, spec, config):
         dx_sum = None if dx_block is None else dx_block.narrow(0, 0, count)
         last = start + count == rows
         gradient_pass(
-            x, target, start, last, tensors, row, None, tile, None, dx_sum, dw_sum, db_sum, gradients, None, width, 0,
-            spec, config,
+            x, target, start, last, tensors, row, tile, dx_sum, dw_sum, db_sum, gradients, None, width, 0, spec,
+            config,
         )  # fmt: skip
         if dx_sum is not None:
             times(dx_sum, None, gradients["x"].view(rows, hidden).narrow(0, start, count), False)

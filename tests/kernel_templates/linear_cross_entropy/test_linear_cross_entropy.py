@@ -270,6 +270,54 @@ def test_confident_rows_keep_their_gradient():
         check(spec, {"x": x.bfloat16(), "weight": weight, "target": target, "denominator": None}, run, config)
 
 
+@pytest.mark.parametrize("way", ["kept", "partly kept", "blocks"])
+@pytest.mark.parametrize("flags", ["plain", "frozen", "cap"])
+def test_a_reference_that_moves(way, flags):
+    """Logits of the third slice exceed those before by 0 to 120: what was stored follows in some rows only."""
+    options = {"softcap": 100.0} if flags == "cap" else FLAGS[flags]
+    spec = Spec(hidden=64, vocabulary=450, **options)
+    tensors = drawn(spec, (70, 64, 450), "normal")
+    tensors["weight"][390] = 0.75
+    steps = torch.linspace(0.0, 5.0, 70).unsqueeze(1)
+    tensors["x"] = (tensors["x"].float() * 0.3 + steps).to(torch.bfloat16)
+    z = tensors["x"].double() @ tensors["weight"].double().T
+    rise = z[:, 384:].amax(1) - z[:, :192].amax(1)
+    assert rise.min() < template.SLACK < 100 < rise.max()
+    run, config = operator(spec, **WAYS[way])
+    check(spec, tensors, run, config)
+
+
+def test_a_slope_of_exactly_zero_keeps_the_target_s_gradient():
+    """The z-loss takes all of the softmax's coefficient at lse = -1 / (2 k); what is left is the target's."""
+    spec = Spec(hidden=16, vocabulary=64, z_loss=0.25)
+    x = torch.zeros(3, 16, dtype=torch.bfloat16)
+    x[:, 0] = 1.0
+    weight = torch.zeros(64, 16, dtype=torch.bfloat16)
+    weight[1:, 0] = -float("inf")
+    weight[0, 0] = -2.0
+    tensors = {"x": x, "weight": weight, "target": torch.zeros(3, dtype=torch.int64), "denominator": None}
+    given = leaves(tensors, spec)
+    (loss,) = operator(spec, **WAYS["kept"])[0](**given)
+    found = gradients({"loss": loss}, given, None)["weight"]
+    assert loss == 1.0
+    assert found[0, 0] == -1.0
+
+
+def test_many_blocks_that_add_up_in_the_weights_dtype():
+    """8 blocks in bf16 err more than one sum, as the same roundings do in plain torch, and under the cap."""
+    spec = Spec(hidden=32, vocabulary=3000)
+    tensors = drawn(spec, (8 * 128, 32, 3000), "normal")
+    config = CONFIG | {"kept": 4096, "rows": 128, "accumulate": "storage"}
+    check(spec, tensors, operator(spec, **config)[0], config)
+    exact, own = leaves(tensors, spec, torch.float64), leaves(tensors, spec, torch.float32)
+    expected = gradients(reference.reference(exact, spec), exact, None)["weight"]
+    errors = []
+    for changes in ({}, {"rows": 1024}):
+        outputs = reference.rounded_reference(own, spec, torch.bfloat16, config | changes)
+        errors.append(tolerance.relative_rms(gradients(outputs, own, None)["weight"], expected))
+    assert errors[1] < errors[0] < tolerance.cap(spec.family, torch.bfloat16, "weight")
+
+
 def test_only_what_is_asked_for():
     spec = Spec(hidden=32, vocabulary=300, bias=True)
     tensors = drawn(spec, (40, 32, 300))
