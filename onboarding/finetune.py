@@ -26,7 +26,7 @@ from runtime.voice import Voice
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "tiktoken.model")
 TWIN_LAYERS = 4
 REQUEST = "request.json"
-BEGUN = ("base", "checkpoints", "adapter", "model")
+BEGUN = ("checkpoints", "adapter", "model")
 """What a run leaves in its folder once it has begun."""
 
 
@@ -97,7 +97,7 @@ def prepare(options: Options, voice: Voice) -> Path:
     asked = same_request(options, bundle, output)
     if options.twin:
         voice.say("preparing", words="deriving the reduced twin and drawing its initial values")
-        base = twin(bundle, output, options)
+        base = twin(bundle, output, options, known=asked == asked_before(output))
     elif options.weights is not None:
         base = Path(options.weights).resolve()
         check_weights(base, model_type)
@@ -124,9 +124,8 @@ def same_request(options: Options, bundle: Path, output: Path) -> dict[str, Any]
         "trained": "all parameters" if options.full else f"adapters of rank {options.rank} on {options.targets}",
         "sequence length": options.sequence_length,
     }
-    note = output / REQUEST
-    if note.is_file() and any((output / name).exists() for name in BEGUN):
-        before = json.loads(note.read_text())
+    before = asked_before(output)
+    if before and any((output / name).exists() for name in BEGUN):
         other = [name for name, value in asked.items() if before.get(name) != value]
         if other:
             raise Problem(
@@ -137,12 +136,22 @@ def same_request(options: Options, bundle: Path, output: Path) -> dict[str, Any]
     return asked
 
 
-def twin(bundle: Path, output: Path, options: Options) -> Path:
-    """Derive the reduced twin of the bundle's model and write config and initial values; gives their folder."""
+def asked_before(output: Path) -> dict[str, Any]:
+    """The request that the folder was last prepared for; empty if there was none."""
+    note = output / REQUEST
+    found: dict[str, Any] = json.loads(note.read_text()) if note.is_file() else {}
+    return found
+
+
+def twin(bundle: Path, output: Path, options: Options, *, known: bool) -> Path:
+    """Derive the reduced twin of the bundle's model and write config and initial values; gives their folder.
+
+    ``known``: what the folder holds was derived for the same request.
+    """
     from onboarding.twin import build, derive
 
     folder = output / "base"
-    if (folder / "config.json").is_file():
+    if known and (folder / "config.json").is_file():
         return folder
     published = json.loads((bundle / "report.json").read_text())["intake"]["config"]
     plan = derive(published, layers_at_least=TWIN_LAYERS, sequence_length=options.sequence_length or 64)
