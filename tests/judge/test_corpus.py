@@ -1,7 +1,8 @@
 """The gate: every submission of ``exploits/`` is refused for its own reason, every one of ``honest/`` is accepted.
 
 A file is appended to an honest candidate (a gated norm). An exploit's header names its class and, after ``refused
-because:``, words of which one must be in the reasons. What came of each is printed as a table at the end of the run.
+because:``, words of which one must be in the reasons; after ``cases:`` how many it takes, if more than two. What came
+of each is printed as a table at the end of the run.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ SLOW = WAITS - {"hangs_deaf"} | {
     "backdoor_outside_the_sandbox", "acts_after_many_calls", "borrows_the_template", "side_stream", "background_thread",
     "patches_the_clock", "last_saved_only", "replayed_workspace", "all_gradients_or_none", "random_rounding",
     "leaves_by_exception", "not_python", "installs_packages", "lazy_subclass", "statistical_shortcut", "other_dtype",
-    "works_once", "fallback_in_except", "other_runs_kernels",
+    "works_once", "fallback_in_except", "other_runs_kernels", "counts_in_the_seed", "state_in_a_default",
+    "state_in_the_configuration", "reseeds_the_generator", "writes_files_through_numpy", "imports_everything",
+    "side_stream_by_another_name", "type_made_at_run_time", "no_epsilon", "torch_for_some_sizes", "notices_the_judge",
+    "reads_what_nobody_wrote", "corrupts_the_context",
 }  # fmt: skip
 FAST_HONEST = {
     "atomic_weight_gradient", "columns_in_blocks", "two_kernels", "own_allocations", "scratch_in_place", "autotuned",
@@ -44,7 +48,9 @@ def test_exploits_are_refused(exploit: Path, tmp_path: Path, request: pytest.Fix
     kind, words = header(text)
     source = candidate(make_spec("norm", NORM)) + b"\n\n" + text.encode()
     answer_s = 3.0 if exploit.stem in WAITS else 30.0
-    found = verdict(source, make_spec("norm", NORM), tmp_path, limits=LIMITS, answer_s=answer_s, cases=2)
+    cases = re.search(r"^# cases: (\d+)$", text, re.M)
+    count = int(cases[1]) if cases else 2
+    found = verdict(source, make_spec("norm", NORM), tmp_path, limits=LIMITS, answer_s=answer_s, cases=count)
     said = " | ".join(found.reasons)
     first = next((reason for reason in found.reasons if any(word in reason for word in words)), said)
     request.node.user_properties.append(("corpus", (kind, exploit.stem, found.outcome, first)))

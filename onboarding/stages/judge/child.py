@@ -6,6 +6,8 @@ closes. It holds no expected value, no seed and no reference; what it reports is
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import json
 import os
 import sys
@@ -29,8 +31,9 @@ from kernel_templates.bind import Operator, bind
 from kernel_templates.configs import Chooser
 from kernel_templates.launch import Launcher, quicken
 from kernel_templates.loading import load_module
-from onboarding.stages.judge import bounds
+from onboarding.stages.judge import bounds, fresh
 from onboarding.stages.judge.images import DTYPES, Image, load, save
+from onboarding.stages.judge.surroundings import changed, surroundings
 
 
 class Buffers:
@@ -67,6 +70,24 @@ def _read(data: dict[str, Any]) -> Tensor:
     return load(Path(data["file"]), DTYPES[data["dtype"]], data["elements"])
 
 
+class _Configs:
+    """Chooses configurations, and knows whether somebody writes into them: they outlive a call."""
+
+    def __init__(self, chooser: Chooser) -> None:
+        self.chooser = chooser
+        self.given: list[tuple[dict[str, Any], dict[str, Any]]] = []
+
+    def __call__(self, bucket: dict[str, int], device: torch.device) -> dict[str, Any]:
+        config = self.chooser(bucket, device)
+        if not any(known is config for known, _ in self.given):
+            self.given.append((config, copy.deepcopy(config)))
+        return config
+
+    def changed(self) -> list[str]:
+        """In words, empty if all are as they were."""
+        return ["its configuration"] * any(config != as_given for config, as_given in self.given)
+
+
 class Session:
     """Serves the judge's requests for one candidate."""
 
@@ -74,6 +95,7 @@ class Session:
         self.device = device
         self.module: ModuleType | None = None
         self.operator: Operator | None = None
+        self.configs = _Configs(Chooser({}))
 
     def serve(self, request: dict[str, Any]) -> dict[str, Any]:
         """Answer one request."""
@@ -85,22 +107,35 @@ class Session:
                 bounds.watch()
             self.module = load_module(Path(request["candidate"]))
             quicken(self.module)  # as it will run in a bundle
-            self.operator = bind(
-                self.module, name="candidate", choose_config=Chooser.from_folder(Path(request["configs"]))
-            )
+            self.configs = _Configs(Chooser.from_folder(Path(request["configs"])))
+            self.operator = bind(self.module, name="candidate", choose_config=self.configs)
             return {"inputs": list(self.operator.inputs), "outputs": list(self.operator.outputs)}
         if kind == "case":
             interleaved = bool(request.get("interleaved"))
-            return {"calls": self._case(request["calls"], Path(request["out"]), interleaved)}
+            before = surroundings(self.device)
+            if any(call.get("mode") == "compile" for call in request["calls"]):
+                del before["Python's threads"]  # the compiler starts its own
+            calls = self._case(request["calls"], Path(request["out"]), interleaved)
+            found = changed(before, surroundings(self.device)) + self.configs.changed()
+            return {"calls": calls, "changed": found}
         if kind == "hollow":
-            restore = _hollow_kernels()
-            try:
-                return {"calls": self._case(request["calls"], Path(request["out"]))}
-            finally:
-                restore()
+            return self._hollow(request["calls"], Path(request["out"]))
         if kind == "operators":
             return {"operators": self._operators(request["calls"][0])}
         raise ValueError(f"unknown request {kind!r}")
+
+    def _hollow(self, calls: list[dict[str, Any]], out: Path) -> dict[str, Any]:
+        """One call with kernels that do nothing: torch's operators, and what came of it (``calls`` None: it raised)."""
+        restore = _hollow_kernels()
+        try:
+            operators, found = Counter[str](), None
+            with contextlib.suppress(Exception):  # over garbage
+                self._operators(calls[0], operators)
+            with contextlib.suppress(Exception):
+                found = self._case(calls, out)
+            return {"operators": operators, "calls": found}
+        finally:
+            restore()
 
     def _case(self, calls: list[dict[str, Any]], out: Path, interleaved: bool = False) -> list[dict[str, Any]]:
         """Run every call, and only then write down what came of each: results must outlive later calls.
@@ -123,6 +158,7 @@ class Session:
             upstreams.append(Buffers(self.device, call["upstream"]))
         waiting = None
         for number, call in enumerate(calls):
+            fresh.turn(number)
             if call.get("reuse") is not None:
                 buffers[number].overwrite(call["tensors"])
             begin = time.perf_counter()
@@ -176,8 +212,12 @@ class Session:
         )
         return dict(zip(leaves, found, strict=True))
 
-    def _operators(self, call: dict[str, Any]) -> dict[str, int]:
-        """Torch operators on floating tensors in the candidate's host code, forward and backward, contiguous inputs."""
+    def _operators(self, call: dict[str, Any], seen: Counter[str] | None = None) -> dict[str, int]:
+        """Torch operators on floating tensors in the candidate's host code, forward and backward, contiguous inputs.
+
+        Args:
+            seen: counted up on the way.
+        """
         assert self.operator is not None
         assert self.module is not None
         inputs = Buffers(self.device, call["tensors"]).views
@@ -187,7 +227,8 @@ class Session:
         tensors = {n: None if t is None else t.detach().contiguous() for n, t in inputs.items()}
         config = self.operator.config(**tensors)
         needs = frozenset(n for n, t in inputs.items() if t is not None and t.requires_grad)
-        with _OperatorLog() as log:
+        fresh.turn(0)
+        with _OperatorLog(seen) as log:
             _, saved = self.module.forward(tensors, config)
             grads = {n: upstream.get(n) for n in self.operator.outputs}
             self.module.backward(tensors, saved, grads, needs, config)
@@ -195,18 +236,33 @@ class Session:
 
 
 class _OperatorLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the operators that run below it and take or give a floating tensor."""
+    """Counts the operators that run below it and take or give a floating tensor.
 
-    def __init__(self) -> None:
+    One that makes whole numbers of floating ones, or the other way round, is named so: arithmetic on bits, or on
+    fixed points, is arithmetic.
+    """
+
+    def __init__(self, seen: Counter[str] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.seen: Counter[str] = Counter()
+        self.seen: Counter[str] = Counter() if seen is None else seen
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         leaves = pytree.tree_leaves((args, kwargs, result))
         if any(isinstance(leaf, Tensor) and leaf.is_floating_point() for leaf in leaves):
-            self.seen[func._schema.name] += 1
+            self.seen[func._schema.name + (" between kinds of numbers" if _converts(func, args, result) else "")] += 1
         return result
+
+
+_CONVERTING = {"aten::view", "aten::_to_copy", "aten::copy_"}
+
+
+def _converts(func: Any, args: Any, result: Any) -> bool:
+    """Whether an operator that keeps values (or bits) turns floating numbers into others or back."""
+    if func._schema.name not in _CONVERTING or not isinstance(result, Tensor):
+        return False
+    given = [a for a in args if isinstance(a, Tensor)]
+    return any(a.is_floating_point() != result.is_floating_point() for a in given)
 
 
 def _write(tensor: Tensor, path: Path) -> dict[str, Any]:
@@ -220,7 +276,12 @@ def _write(tensor: Tensor, path: Path) -> dict[str, Any]:
         elements=storage.numel(),
     )
     save(storage, path)
-    return image.to_json() | {"device": tensor.device.type, "plain": type(tensor) is Tensor}
+    return image.to_json() | {"device": tensor.device.type, "plain": _is_plain(tensor)}
+
+
+def _is_plain(t: Tensor) -> bool:
+    """Whether the bytes of its storage are all there is to a tensor: no subclass, no flag that changes their sense."""
+    return type(t) is Tensor and t.layout is torch.strided and not (t.is_neg() or t.is_conj() or t.is_quantized)
 
 
 def _hollow_kernels() -> Any:
@@ -253,14 +314,13 @@ def prepare() -> None:
 
 
 def main() -> None:
-    """``python -m onboarding.stages.judge.child REQUESTS REPLIES DEVICE``."""
+    """``python -m onboarding.stages.judge.child REQUESTS REPLIES DEVICE [unfilled]``."""
     requests: IO[str] = os.fdopen(int(sys.argv[1]))
     replies: IO[str] = os.fdopen(int(sys.argv[2]), "w")
     device = torch.device(sys.argv[3])
     torch.set_num_threads(1)
-    # uninitialised memory is filled with NaN (integers: the largest value), so that reading it shows
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+    if "unfilled" not in sys.argv[4:]:  # a tool that watches memory itself must see it as it is
+        fresh.watch()
     if device.type == "cuda":
         torch.zeros(1, device=device)
     session = Session(device)

@@ -34,7 +34,9 @@ class Examinee:
         answer_s: longest time for one answer: CPU seconds of the process, or :data:`PATIENCE` times as long by the
             clock. A machine that is busy with other work makes no candidate wrong.
         child: module that serves the requests; the candidate's by default.
+        arguments: more of them for that module.
         prefix: command line that the process is run by; it is started afresh then.
+        env: added to its environment.
     """
 
     def __init__(
@@ -46,7 +48,9 @@ class Examinee:
         answer_s: float,
         *,
         child: str = CHILD,
+        arguments: Sequence[str] = (),
         prefix: Sequence[str] = (),
+        env: dict[str, str] | None = None,
     ) -> None:
         self.given, self.work = folder / "given", folder / "work"
         for place in (folder, self.given, self.work):
@@ -58,11 +62,11 @@ class Examinee:
         try:
             self._running = sandbox.start_module(
                 child,
-                [device],
+                [device, *arguments],
                 scratch=self.work,
                 read_only=[self.given],
                 limits=limits,
-                env={"OMP_NUM_THREADS": "1"},
+                env={"OMP_NUM_THREADS": "1"} | (env or {}),
                 fds=[child_reads, child_writes],
                 prefix=prefix,
             )

@@ -91,6 +91,9 @@ def ask(examinee: Examinee, sent: list[Sent], kind: str = "case", **more: Any) -
         for path in examinee.given.glob("*.bin"):
             path.unlink()
     reports = answer.get("calls")
+    disturbed = answer.get("changed")
+    if isinstance(disturbed, list) and disturbed:
+        raise Refusal(f"it changes {', '.join(str(name)[:80] for name in disturbed[:4])}")
     if not isinstance(reports, list) or len(reports) != len(sent):
         raise Refusal("its process wrote noise instead of an answer")
     return reports

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import torch
 
+from kernel_templates.registry import FAMILIES, family_module
 from kernel_templates.spec import OperatorSpec
 from onboarding.problem import Problem
 from onboarding.sandbox import Limits, Sandbox
@@ -55,6 +56,8 @@ ANSWER_S = {"cpu": 60.0, "cuda": 240.0}
 class _Findings:
     cases: list[CaseReport] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
+    flaws: list[str] = field(default_factory=list)
+    """What its source may not contain."""
     tally: Tally = field(default_factory=Tally)
     modes: dict[str, bool] = field(default_factory=dict)
     operators: dict[str, int] = field(default_factory=dict)
@@ -104,7 +107,7 @@ def judge(
     began = time.monotonic()
     sandbox = Sandbox(gpu=device == "cuda", unsafe=unsafe, backend=backend)
     examinee = Examinee(sandbox, folder, device, limits or LIMITS[device], answer_s or ANSWER_S[device])
-    findings = _Findings()
+    findings = _Findings(flaws=[str(finding) for finding in structure.findings(source)])
     if seed is None:
         seed = int.from_bytes(os.urandom(7), "big")
     try:
@@ -118,7 +121,7 @@ def judge(
             findings.reasons.append(str(refusal))
     finally:
         examinee.close()
-    findings.reasons += [str(finding) for finding in structure.findings(source)]
+    findings.reasons += findings.flaws
     return _verdict(findings, spec, source, device, seed).model_copy(
         update={"sandbox": sandbox.describe(), "seconds": round(time.monotonic() - began, 2)}
     )
@@ -148,9 +151,10 @@ def _try_all(
     progress: Progress,
 ) -> None:
     level = level_of(device)
-    atomic = declared(source, "DETERMINISM") == "atomic"
-    traits = declared(source, "TRAITS")
-    by_need = isinstance(traits, dict) and bool(traits.get("forward_needs"))
+    # an interpreted launch adds up in one order whatever its kernels say
+    atomic = level == "compiled" and declared(source, "DETERMINISM") == "atomic"
+    by_need = bool(_own_traits(spec).get("forward_needs"))
+    findings.reasons += _false_claims(source, spec)
     drawn = trials.draw(
         spec, count, level, torch.device(device), seed, numbers=steering.numbers_in(source), tally=findings.tally
     )
@@ -170,11 +174,11 @@ def _try_all(
             telling.append(trial)
         if sum(not c.passed for c in findings.cases) >= FAILED_CASES_ENOUGH:
             return
-    if findings.reasons or not telling:
+    if not telling or not all(case.passed for case in findings.cases):
         return
     progress(count, count, "is the work done by its kernels?")
     with findings.timed("work"):
-        reasons, findings.operators = work.done_by_kernels(examinee, telling[0])
+        reasons, findings.operators = work.done_by_kernels(examinee, telling)
     findings.reasons += reasons
     quickest = min(telling, key=_elements)
     if not findings.reasons:
@@ -182,11 +186,33 @@ def _try_all(
         with findings.timed("modes"):
             findings.modes, reasons = modes.in_every_mode(examinee, quickest, random.Random(seed), compiled=True)
         findings.reasons += reasons
-    if level == "compiled" and not findings.reasons:
+    if level == "compiled" and not findings.reasons and not findings.flaws:
         progress(count, count, "compute-sanitizer")
         with findings.timed("sanitizer"):
             reasons, findings.not_run = sanitizer.examine(examinee, quickest)
         findings.reasons += reasons
+
+
+def _own_traits(spec: OperatorSpec) -> dict[str, Any]:
+    """What the family's own template says of itself."""
+    traits = getattr(family_module(spec.family, "template"), "traits", None) if spec.family in FAMILIES else None
+    return dict(traits(spec)) if traits else {}
+
+
+def _plain(value: object) -> object:
+    return sorted(value) if isinstance(value, list | tuple | set | frozenset) else value
+
+
+def _false_claims(source: bytes, spec: OperatorSpec) -> list[str]:
+    """What a candidate says of itself to be judged less strictly, and may not say."""
+    reasons = []
+    traits, own = declared(source, "TRAITS"), _own_traits(spec)
+    for name in ("forward_needs", "released"):
+        if isinstance(traits, dict) and traits.get(name) and _plain(traits[name]) != _plain(own.get(name)):
+            reasons.append(f"TRAITS claims {name}, which is not of this operator")
+    if declared(source, "DETERMINISM") == "atomic" and not structure.atomics_in(source):
+        reasons.append("DETERMINISM says atomic, and no atomic operation is in its kernels")
+    return reasons
 
 
 def level_of(device: str) -> Literal["interpreted", "compiled"]:
@@ -212,18 +238,26 @@ def _ahead(drawn: Iterator[Trial], findings: _Findings) -> Iterator[Trial]:
 
 
 def declared(source: bytes, name: str) -> object:
-    """The value of a module-level constant of a candidate, read without running it; None if there is none."""
+    """The value of a module-level constant of a candidate, read without running it; None if there is none.
+
+    Of several assignments the last one counts, as for Python.
+    """
+    found: object = None
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError):
         return None
     for node in tree.body:
-        if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == name for t in node.targets):
-            try:
-                return ast.literal_eval(node.value)
-            except ValueError:
-                return None
-    return None
+        targets = (
+            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        )
+        if not any(isinstance(t, ast.Name) and t.id == name for t in targets):
+            continue
+        try:
+            found = ast.literal_eval(node.value) if node.value is not None else found
+        except ValueError:
+            found = None
+    return found
 
 
 def _verdict(findings: _Findings, spec: OperatorSpec, source: bytes, device: str, seed: int) -> JudgeResult:

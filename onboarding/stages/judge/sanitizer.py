@@ -74,7 +74,17 @@ def _one(judged: Examinee, trial: Trial, path: str, tool: str) -> tuple[list[str
 
 
 def _run(judged: Examinee, folder: Path, trial: Trial, prefix: list[str]) -> None:
-    examinee = Examinee(judged.sandbox, folder, "cuda", judged.limits, ANSWER_S, prefix=prefix)
+    examinee = Examinee(
+        judged.sandbox,
+        folder,
+        "cuda",
+        judged.limits,
+        ANSWER_S,
+        arguments=["unfilled"],
+        prefix=prefix,
+        # every tensor an allocation of its own: in a block of torch's cache a tool sees no bounds and nothing unwritten
+        env={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+    )
     try:
         examinee.ready()
         source, tables = (examinee.given / name for name in ("candidate.py", "configs"))

@@ -24,6 +24,7 @@ from torch import Tensor
 from kernel_templates.case import Case
 from kernel_templates.registry import family_module
 from kernel_templates.spec import OperatorSpec
+from onboarding.stages.judge.structure import CONTRACT
 
 Tensors = dict[str, Tensor | None]
 
@@ -46,7 +47,6 @@ _HEADS = 8
 _BOUNDARY = {"norm": ("hidden",), "gated_activation": ("width",), "moe": ("experts", "hidden", "intermediate")}
 """Sizes of a spec that may be anything: tried at powers of two and beside them, where padding and bins end."""
 _GROWING = ("rows", "tokens", "length")
-_CONTRACT = frozenset({"FAMILY", "SPEC", "INPUTS", "OUTPUTS", "TRAITS", "CONFIGS", "INTERPRETER", "DETERMINISM"})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ def numbers_in(source: bytes) -> Numbers:
     values: set[float] = set()
     for statement in tree.body:
         if isinstance(statement, ast.Assign) and all(
-            isinstance(target, ast.Name) and target.id in _CONTRACT for target in statement.targets
+            isinstance(target, ast.Name) and target.id in CONTRACT for target in statement.targets
         ):
             continue
         compared = {id(n) for c in ast.walk(statement) if isinstance(c, ast.Compare | ast.If) for n in ast.walk(c)}

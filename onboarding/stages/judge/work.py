@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from onboarding.stages.judge import exchange, verify
 from onboarding.stages.judge.examinee import Examinee, Refusal
 from onboarding.stages.judge.trials import Trial
@@ -20,31 +22,55 @@ PRODUCTS = {"mm", "addmm"}
 """Of a family whose spec says that dense products are the library's; what makes an answer of them is not allowed."""
 
 
-def done_by_kernels(examinee: Examinee, trial: Trial) -> tuple[list[str], dict[str, int]]:
+def done_by_kernels(examinee: Examinee, trials: list[Trial]) -> tuple[list[str], dict[str, int]]:
     """Reasons why a candidate's kernels do not do its work; and torch's operators on floating tensors, counted.
+
+    Every trial runs with kernels that do nothing, which costs little; the first one with its kernels, too.
 
     Raises:
         Refusal: its process died or hung, or it raised with its kernels at work.
     """
+    used: dict[str, int] = {}
+    for trial in trials:
+        reasons, names = _hollow(examinee, trial)
+        used |= names
+        if reasons:
+            return [f"case {trial.case.name}: {reason}" for reason in reasons], used
+    sent = exchange.send(examinee, 0, trials[0].calls[0], large=False)
+    said = _counts(examinee.ask({"kind": "operators", "calls": [sent.request]}))
+    return _left_to_torch(said, trials[0]), used | said
+
+
+def _hollow(examinee: Examinee, trial: Trial) -> tuple[list[str], dict[str, int]]:
+    """Reasons, and torch's operators, of one call with kernels that do nothing."""
     call = trial.calls[0]
-    reasons = []
-    try:
-        (report,) = exchange.ask(examinee, [exchange.send(examinee, 0, call, large=False)], "hollow")
-        returned = verify.read_call(call, report, examinee.work, 0)
-        # exact zeros (a gradient through a softmax over one key) are right without any work: they tell nothing
-        for name, tensor in ((n, t) for n, t in returned.tensors.items() if n in trial.sensitivity):
-            if call.expected[name].compare(tensor).error <= call.expected[name].limit:
-                reasons.append(f"{name} is right although its kernels did nothing: something else computes it")
-    except Refusal as refusal:
-        # an exception over garbage is as good as garbage; a dead process is not
-        if "it raised" not in str(refusal):
-            return [f"with kernels that do nothing, {refusal}"], {}
     sent = exchange.send(examinee, 0, call, large=False)
-    answer = examinee.ask({"kind": "operators", "calls": [sent.request]})
+    try:
+        answer = examinee.ask({"kind": "hollow", "calls": [sent.request], "out": str(examinee.work)})
+    except Refusal as refusal:
+        return [f"with kernels that do nothing, {refusal}"], {}
+    used = _counts(answer)
+    reports = answer.get("calls")
+    if reports is None:  # an exception over garbage is as good as garbage
+        return _left_to_torch(used, trial), used
+    if not isinstance(reports, list) or len(reports) != 1:
+        raise Refusal("its process wrote noise instead of an answer")
+    returned = verify.read_call(call, reports[0], examinee.work, 0)
+    # exact zeros are right without any work: they tell nothing
+    reasons = [
+        f"{name} is right although its kernels did nothing: something else computes it"
+        for name, tensor in returned.tensors.items()
+        if name in trial.sensitivity and call.expected[name].compare(tensor).error <= call.expected[name].limit
+    ]
+    return reasons + _left_to_torch(used, trial), used
+
+
+def _counts(answer: dict[str, Any]) -> dict[str, int]:
     said = answer.get("operators", {})
-    used = {str(n)[:80]: int(c) for n, c in said.items()} if isinstance(said, dict) else {}
-    allowed = ALLOWED | PRODUCTS if call.spec.library_products else ALLOWED
+    return {str(n)[:80]: int(c) for n, c in said.items()} if isinstance(said, dict) else {}
+
+
+def _left_to_torch(used: dict[str, int], trial: Trial) -> list[str]:
+    allowed = ALLOWED | PRODUCTS if trial.spec.library_products else ALLOWED
     names = sorted(n for n in used if n.removeprefix("aten::") not in allowed)
-    if names:
-        reasons.append(f"its host code leaves work to torch: {', '.join(names)}")
-    return reasons, used
+    return [f"its host code leaves work to torch: {', '.join(names)}"] if names else []
