@@ -1,4 +1,4 @@
-"""Fixtures that every part uses: a fresh home, and a private database on SQLite and on PostgreSQL."""
+"""Fixtures that every part uses (a fresh home, private databases on SQLite and PostgreSQL), and tables at the end."""
 
 from __future__ import annotations
 
@@ -69,3 +69,20 @@ def store(database_url: str) -> Iterator[Store]:
     opened.migrate()
     yield opened
     opened.close()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """The corpus of the judge as a table: class, submission, verdict, reason."""
+    reports = [r for group in ("passed", "failed") for r in terminalreporter.stats.get(group, [])]
+    rows = sorted(row for r in reports for name, row in getattr(r, "user_properties", []) if name == "corpus")
+    if not rows:
+        return
+    terminalreporter.section("corpus of the judge")
+    for kind, name, outcome, reason in rows:
+        terminalreporter.write_line(f"{kind:14} {name:32} {outcome:9} {' '.join(reason.split())[:110]}")
+    honest = [row for row in rows if row[0] == "honest"]
+    accepted = sum(row[2] == "accepted" for row in honest)
+    refused = sum(row[2] == "refused" for row in rows if row[0] != "honest")
+    terminalreporter.write_line(
+        f"{refused} of {len(rows) - len(honest)} exploits refused, {accepted} of {len(honest)} honest kernels accepted"
+    )

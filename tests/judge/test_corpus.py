@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from planting import NORM, candidate, make_spec, verdict
+from warmed import warm_parent  # noqa: F401  (a fixture)
 
 from onboarding.sandbox import Limits
 from onboarding.stages.judge.structure import findings

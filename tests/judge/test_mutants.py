@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from mutating import Mutant, mutants
 from planting import KDA, MOE, NORM, RESIDUAL_NORM, SWIGLU, candidate, make_spec, verdict
+from warmed import warm_parent  # noqa: F401  (a fixture)
 
 from kernel_templates.spec import OperatorSpec
 from onboarding.sandbox import Limits

@@ -9,6 +9,7 @@ from typing import Any
 import planting
 import pytest
 from planting import KDA, MOE, NORM, PLAIN_NORM, candidate, make_spec, verdict
+from warmed import warm_parent  # noqa: F401  (a fixture)
 
 pytestmark = pytest.mark.sandbox
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from planting import NORM, candidate, make_spec, verdict
+from warmed import warm_parent  # noqa: F401  (a fixture)
 
 from kernel_templates.registry import FAMILIES, spec_class
 from onboarding.stages.judge import work

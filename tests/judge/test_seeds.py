@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from planting import KDA, MOE, NORM, PLAIN_NORM, RESIDUAL_NORM, SWIGLU, candidate, make_spec, verdict
+from warmed import warm_parent  # noqa: F401  (a fixture)
 
 from onboarding.problem import Problem
 

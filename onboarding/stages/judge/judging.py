@@ -248,9 +248,9 @@ def declared(source: bytes, name: str) -> object:
     except (SyntaxError, ValueError):
         return None
     for node in tree.body:
-        targets = (
-            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
-        )
+        if not isinstance(node, ast.Assign | ast.AnnAssign):
+            continue
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
         if not any(isinstance(t, ast.Name) and t.id == name for t in targets):
             continue
         try:
