@@ -122,6 +122,8 @@ def _entry(context: StageContext, stored: dict[str, Any]) -> State:
         raise Problem("unknown-operator", f"no operator spec {context.key} in the gap analysis", "run gaps again")
     kept = {name: stored[name] for name in ("verdicts", "tries", "lessons", "generated") if name in stored}
     fresh = State(verdicts=[], tries=[], lessons=[], generated={}, move={}, draft={})
+    if context.input.get("misaligned"):
+        kept["tries"] = _misaligned(kept.get("tries", []), [str(line) for line in context.input["misaligned"]])
     return State(
         **{**fresh, **kept},  # type: ignore[typeddict-item]  # the keys above
         stage=context.stage,
@@ -132,6 +134,13 @@ def _entry(context: StageContext, stored: dict[str, Any]) -> State:
         result=None,
         outcome=None,
     )
+
+
+def _misaligned(tries: list[dict[str, Any]], why: list[str]) -> list[dict[str, Any]]:
+    """The tries, the accepted one refused: the judge found nothing, the model deviates with it."""
+    last = max((t["number"] for t in tries if t["rung"] == TOP and not t["refused"]), default=0)
+    told = {"refused": True, "reasons": [f"accepted by the judge, but in the model: {line}"[:600] for line in why[:8]]}
+    return [t | told if t["number"] == last else t for t in tries]
 
 
 def _entry_node(state: State) -> str:

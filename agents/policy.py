@@ -12,8 +12,23 @@ from typing import Any
 
 from agents.llm.caller import Caller
 from agents.llm.errors import LlmError
-from agents.roles import author, repairer, reporter
-from onboarding.policy import RUNGS, TOP, Draft, Move, RoleCost, SearchState, Spending, Try
+from agents.roles import analyst, architect, author, diagnoser, repairer, reporter
+from onboarding.novel.facts import NovelModule, OperatorProposal
+from onboarding.policy import (
+    RUNGS,
+    TOP,
+    Change,
+    Diagnosis,
+    Draft,
+    Finding,
+    Move,
+    RoleCost,
+    SearchState,
+    Spending,
+    Try,
+    Tuned,
+    ruled,
+)
 from onboarding.problem import Problem
 from onboarding.store import Call, Purse
 from onboarding.store.ledger import spent_problem
@@ -114,6 +129,30 @@ class LLMPolicy:
         except repairer.EditError as error:
             return Draft(source="", words=f"{error}; {answer.diagnosis}"[:2000], entry=entry)
         return Draft(source=changed, words=answer.diagnosis[:2000], entry=entry)
+
+    # ---- the other roles ---------------------------------------------------------------------------------------------
+
+    def propose(self, module: NovelModule, failures: list[str], number: int) -> OperatorProposal | None:
+        """Ask the architect."""
+        try:
+            answer, _ = self.caller.ask(architect.question(module, failures, number), architect.Proposed)
+        except LlmError:
+            return None
+        return architect.proposal_of(answer)
+
+    def diagnose(self, finding: Finding) -> Diagnosis:
+        """Ask the diagnoser, out of what the facts allow; the rules where it does not answer."""
+        try:
+            answer, _ = self.caller.ask(diagnoser.question(finding), diagnoser.Diagnosed)
+            return diagnoser.within(answer, finding)
+        except (LlmError, Problem) as error:
+            if isinstance(error, Problem) and error.kind == "job-cancelled":
+                raise
+            return ruled(finding)
+
+    def analyse(self, tuned: list[Tuned], number: int) -> tuple[str, Change] | None:
+        """Ask the analyst for each kernel that has room, and take what gains most on the whole step."""
+        return analyst.best(self.caller, tuned, number)
 
     # ---- memory and money ----------------------------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ Hook = Literal[
     "routing",
     "sparse_attention",
     "indexer",
+    "novel",
 ]
 
 

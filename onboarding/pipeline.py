@@ -60,6 +60,8 @@ class Edge:
     repeat the same attempt, so the edge is not taken."""
     into: str = ""
     """Field of the next attempt's input that holds everything collected so far."""
+    keys: str = ""
+    """Field of the result that lists the operators which get the new attempt; empty: the step's own key."""
     exhausted: str = ""
     """Title of the job's problem when the edge cannot be taken (again); empty: only this operator's path stops."""
 
@@ -119,6 +121,18 @@ STAGES: tuple[Stage, ...] = (
 STAGE_BY_NAME = {stage.name: stage for stage in STAGES}
 
 EDGES: tuple[Edge, ...] = (
+    # The diagnosis wants the guilty kernels written anew.
+    Edge(
+        stage="align",
+        outcome="misaligned",
+        only_if=("remedy", "repair"),
+        to="generate",
+        limit=1,
+        collect="why",
+        into="misaligned",
+        keys="culprits",
+        exhausted="the model does not align with its reference",
+    ),
     Edge(
         stage="align",
         outcome="misaligned",

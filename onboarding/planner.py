@@ -107,7 +107,7 @@ def plan(
             if path.problem is not None:
                 return Plan(job_outcome="failed", problem=path.problem, drop_ready=True)
         if not all(path.ended for path in paths):
-            return Plan(new_steps=tuple(path.new for path in paths if path.new is not None))
+            return Plan(new_steps=tuple(step for path in paths for step in path.new))
         floor = max((path.floor for path in paths), default=floor)
     return Plan(job_outcome="succeeded")
 
@@ -119,7 +119,7 @@ class _Path:
     floor: int
     """Position of its newest finished step: what comes after must be newer."""
     ended: bool = False
-    new: NewStep | None = None
+    new: tuple[NewStep, ...] = ()
     problem: dict[str, Any] | None = None
 
 
@@ -142,7 +142,7 @@ class _History:
         for stage in stages:
             position = self.position.get((stage.name, key), -1)
             if position <= floor:
-                return _Path(floor=floor, new=self.new_step(stage, key, {}))
+                return _Path(floor=floor, new=(self.new_step(stage, key, {}),))
             step = self.steps[position]
             if step.state not in FINAL_STEP_STATES:
                 return _Path(floor=floor)
@@ -165,7 +165,9 @@ class _History:
         taken = sum(s.key == step.key and edge_after(s) is edge for s in self.steps)
         if taken <= edge.limit and (fresh or not edge.collect):
             carried = {edge.into: earlier + fresh} if edge.collect else {}
-            return _Path(floor=floor, new=self.new_step(STAGE_BY_NAME[edge.to], step.key, carried))
+            keys = [str(key) for key in result.get(edge.keys, ())] if edge.keys else [step.key]
+            stage = STAGE_BY_NAME[edge.to]
+            return _Path(floor=floor, new=tuple(self.new_step(stage, key, carried) for key in keys))
         if not edge.exhausted:
             return _Path(floor=floor, ended=True)
         detail = str(result.get("summary", "")) or f"{edge.stage} ended as {edge.outcome} {taken} times"

@@ -8,6 +8,7 @@ from typing import Any, Literal, Protocol
 from pydantic import Field
 
 from onboarding.architecture import Record
+from onboarding.novel.facts import NovelModule, OperatorProposal
 
 Action = Literal["specialise", "write", "repair", "submit", "give_up"]
 """``specialise`` a template, ``write`` a candidate from scratch, ``repair`` one, ``submit`` one to the judge."""
@@ -81,6 +82,75 @@ class SearchState(Record):
     """Why nothing more may be spent; empty while something may."""
 
 
+Cause = Literal["none", "kernels", "did not run", "not the kernels", "slower kernels", "own code", "host"]
+"""Of a deviation or a bottleneck: ``kernels`` found guilty, a twin that ``did not run``, a deviation that is ``not the
+kernels``'; kernels slower than what they replace, the model's ``own code`` that no kernel serves, or the ``host``."""
+Remedy = Literal["drop", "repair", "report"]
+"""``drop`` kernels, write them anew (``repair``), or only ``report``."""
+
+
+class Suspect(Record):
+    """A kernel that may be the cause."""
+
+    digest: str
+    words: str
+    evidence: str
+    """What was measured of it."""
+
+
+class Finding(Record):
+    """A deviation or a bottleneck as a diagnosis sees it: facts only."""
+
+    stage: Literal["align", "throughput"]
+    summary: str
+    evidence: list[str]
+    """Worst first."""
+    suspects: list[Suspect]
+    causes: list[Cause]
+    """Those that the facts allow, the likeliest first."""
+    remedies: list[Remedy]
+    """Those that the pipeline can carry out for these facts, the rules' choice first."""
+
+
+class Diagnosis(Record):
+    """Cause and action."""
+
+    cause: Cause
+    remedy: Remedy
+    digests: list[str] = Field(default_factory=list)
+    """Kernels that the remedy is for."""
+    words: str
+    """For people."""
+    by: str
+    """Whose choice: ``rules`` or ``llm``."""
+
+
+class Tuned(Record):
+    """A timed kernel as an analyst sees it."""
+
+    digest: str
+    words: str
+    source: str
+    share_of_step: float
+    """Of the step's time, what the operator takes before it has a kernel."""
+    milliseconds: float
+    floor_ms: float
+    """By bytes and FLOPs on this device."""
+    rows: list[dict[str, Any]]
+    """Timed configurations, best first: bucket, config, milliseconds."""
+    resources: list[dict[str, Any]] = Field(default_factory=list)
+    """Registers, spills and shared memory by kernel."""
+
+
+class Change(Record):
+    """The next change to try."""
+
+    words: str
+    """What to change and why."""
+    expected_ms: float
+    """The operator's time after it."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Spending:
     """What a check or a stage took, for the ledger."""
@@ -135,6 +205,26 @@ class Policy(Protocol):
         """What the job's agents spent so far, by role."""
         ...
 
+    def propose(self, module: NovelModule, failures: list[str], number: int) -> OperatorProposal | None:
+        """An operator that a novel module computes; None where nothing can be proposed.
+
+        Args:
+            failures: why earlier proposals for it were not proven.
+            number: of earlier proposals.
+
+        Raises:
+            Problem: as :meth:`write`.
+        """
+        ...
+
+    def diagnose(self, finding: Finding) -> Diagnosis:
+        """Cause and action, out of those that the finding allows."""
+        ...
+
+    def analyse(self, tuned: list[Tuned], number: int) -> tuple[str, Change] | None:
+        """The operator and change with the largest expected gain on the whole step; None where none is worth it."""
+        ...
+
 
 class RulePolicy:
     """The deterministic policy: specialise the family's template; a refused template candidate is not retried.
@@ -181,3 +271,23 @@ class RulePolicy:
     def costs(self) -> list[RoleCost]:
         """Rules cost nothing."""
         return []
+
+    def propose(self, module: NovelModule, failures: list[str], number: int) -> OperatorProposal | None:
+        """Rules know the families; what matches none has no rule."""
+        return None
+
+    def diagnose(self, finding: Finding) -> Diagnosis:
+        """The likeliest cause and the first remedy that the facts allow."""
+        return ruled(finding)
+
+    def analyse(self, tuned: list[Tuned], number: int) -> tuple[str, Change] | None:
+        """Rules search configurations and write nothing."""
+        return None
+
+
+def ruled(finding: Finding) -> Diagnosis:
+    """The rules' diagnosis: the first cause and the first remedy."""
+    cause, remedy = finding.causes[0], finding.remedies[0]
+    digests = [suspect.digest for suspect in finding.suspects] if remedy in ("drop", "repair") else []
+    words = f"{finding.evidence[0] if finding.evidence else finding.summary}"
+    return Diagnosis(cause=cause, remedy=remedy, digests=digests, words=words[:600], by="rules")

@@ -28,6 +28,9 @@ from workers.environment import OUTCOME_FILE, check_packages, clean_environment
 from workers.events import EventWriter, json_safe
 from workers.narrate import Narrator, say
 
+GRAPHS = {"gaps": "architect", "align": "diagnose", "throughput": "diagnose"}
+"""Stages that are a part of a graph in ``agents``, beside those that work per operator."""
+
 
 def main(step_id: int, folder: Path) -> None:
     """Run one step."""
@@ -115,11 +118,12 @@ def policy_of(settings: Settings, store: Store, job: Job, step: Step, options: J
 
 
 def stage_function(package: str, stage: str) -> Callable[[StageContext], StageResult]:
-    """What runs a stage: the kernel search for its three stages, else the stage's own ``run``."""
-    if package == Settings.model_fields["stages_package"].default and STAGE_BY_NAME[stage].per_operator:
+    """What runs a stage: the graph that it is a part of, else the stage's own ``run``."""
+    graph = "kernel_search" if STAGE_BY_NAME[stage].per_operator else GRAPHS.get(stage)
+    if package == Settings.model_fields["stages_package"].default and graph:
         check_packages()
-        search = importlib.import_module("agents.kernel_search")
-        return search.run_step  # type: ignore[no-any-return]  # imported by name to keep parents free of it
+        module = importlib.import_module(f"agents.{graph}")
+        return module.run_step  # type: ignore[no-any-return]  # imported by name to keep parents free of it
     return importlib.import_module(f"{package}.{stage}.stage").run  # type: ignore[no-any-return]  # imported by name
 
 

@@ -6,6 +6,7 @@ from pydantic import Field
 
 from onboarding.architecture import Record
 from onboarding.context import StageResult
+from onboarding.policy import Diagnosis
 
 
 class LayerError(Record):
@@ -62,5 +63,11 @@ class AlignResult(StageResult):
     """For ``misaligned``: digests found guilty by bisection."""
     notes: list[str] = Field(default_factory=list)
     """What a reader should know: kernels that the twin never calls, tokens routed otherwise, calls not covered."""
+    diagnosis: Diagnosis | None = None
+    """Of a deviation; None where there is none."""
+    remedy: str = ""
+    """The diagnosis' action, where the pipeline's edges look: ``drop``, ``repair`` or ``report``."""
+    why: list[str] = Field(default_factory=list)
+    """What the author of a guilty kernel is told."""
     corpus: str
     seconds: float

@@ -6,8 +6,9 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from onboarding.architecture import Record
+from onboarding.architecture import OperatorUse, Record
 from onboarding.context import StageResult
+from onboarding.novel.facts import Named
 
 
 class OperatorRow(Record):
@@ -88,3 +89,7 @@ class GapsResult(StageResult):
     roofline: Roofline | None = None
     basis: str = ""
     """How ``step_ms`` was projected, in words."""
+    novel: list[Named] = Field(default_factory=list)
+    """What became of the modules that match nothing known."""
+    uses: list[OperatorUse] = Field(default_factory=list)
+    """Operators that were found in them and proven, beside the architecture's own."""

@@ -71,7 +71,7 @@ def brief(facts: Facts) -> dict[str, Any]:
         "parameters": census.total,
         "active parameters": census.active,
         "layers": facts.parse.architecture.num_layers,
-        "novel modules": facts.parse.architecture.novel,
+        "novel modules": {named.module: named.words for named in facts.gaps.novel},
         "kernels": [
             {"operator": k.words, "fate": k.fate, "share of the step": k.row.share_time}
             | ({"worst error of its tolerance": k.verdict.worst_share, "level": k.verdict.level} if k.verdict else {})
@@ -95,7 +95,8 @@ def collect(context: StageContext) -> Facts:
     gaps = context.result("gaps", GapsResult)
     align = context.result("align", AlignResult)
     rows = {row.digest: row for row in gaps.rows if row.digest}
-    kernels = [_kernel(context, rows[digest], parse, align) for digest in gaps.gaps]
+    known = [*parse.architecture.uses, *gaps.uses]
+    kernels = [_kernel(context, rows[digest], known, align) for digest in gaps.gaps]
     throughput = _found(context, "throughput", ThroughputResult)
     scale = _found(context, "scale", ScaleResult)
     return Facts(
@@ -117,7 +118,7 @@ def _found(context: StageContext, stage: str, model: type[R]) -> R | None:
     return model.model_validate(data) if data and data.get("outcome") != "skipped" else None
 
 
-def _kernel(context: StageContext, row: OperatorRow, parse: ParseResult, align: AlignResult) -> Kernel:
+def _kernel(context: StageContext, row: OperatorRow, known: list[OperatorUse], align: AlignResult) -> Kernel:
     generated = context.load_result("generate", row.digest)
     judged = context.load_result("judge", row.digest)
     tuned = context.load_result("tune", row.digest)
@@ -138,7 +139,7 @@ def _kernel(context: StageContext, row: OperatorRow, parse: ParseResult, align: 
         digest=row.digest,
         words=row.name,
         row=row,
-        uses=[use for use in parse.architecture.uses if use.digest == row.digest],
+        uses=[use for use in known if use.digest == row.digest],
         generated=GenerateResult.model_validate(generated) if generated else None,
         verdict=verdict,
         tuned=TuneResult.model_validate(tuned) if tuned else None,

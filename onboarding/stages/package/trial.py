@@ -31,7 +31,8 @@ def write_trial_bundle(context: StageContext, architecture: Architecture, digest
         architecture: says where each operator is used.
         digests: of the accepted operators to put in.
     """
-    uses = {digest: [use for use in architecture.uses if use.digest == digest] for digest in digests}
+    known = [*architecture.uses, *context.result("gaps", GapsResult).uses]
+    uses = {digest: [use for use in known if use.digest == digest] for digest in digests}
     entries = []
     for digest in digests:
         generated = context.result("generate", GenerateResult, digest)

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from onboarding.architecture import Record
 from onboarding.context import StageResult
+from onboarding.policy import Diagnosis
 from onboarding.stages.gaps.result import Roofline
 
 
@@ -119,6 +120,9 @@ class ThroughputResult(StageResult):
     """None where no earlier job measured the same thing."""
     points: list[RooflinePoint] = Field(default_factory=list)
     roofline: Roofline | None = None
+    diagnosis: Diagnosis | None = None
+    """Where the step's time goes, and what could be done about it."""
+    remedy: str = ""
     not_measured: list[str]
     """One sentence each, with the reason."""
     corpus: str

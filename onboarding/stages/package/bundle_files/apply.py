@@ -165,6 +165,7 @@ OWN_FILES = {
     "routing": "routing",
     "sparse_attention": "sparse_attention",
     "indexer": "indexer",
+    "novel": "novel",
 }
 """Hooks that stand in a file of their own, with ``install`` and ``mismatch``."""
 
