@@ -27,7 +27,7 @@ from runtime.memory.contexts import joined
 from runtime.memory.loss import install_loss
 from runtime.memory.recompute import recompute_blocks
 from runtime.memory.swap_cache import GIB, SwapCache
-from runtime.model import build, end_token, freeze_towers, initial_values, read_definition
+from runtime.model import blocks, build, end_token, freeze_towers, initial_values, read_definition
 from runtime.packing import Boundaries, prove_isolation
 from runtime.parallel.meshes import Meshes, build_meshes
 from runtime.parallel.shard import parallelize
@@ -193,6 +193,8 @@ def assemble(
         cache = SwapCache(int(sizes[0] * GIB), int(sizes[1] * GIB), device)
     if config.memory.recompute != "none":
         recompute_blocks(model, joined(replay_contexts, cache.contexts) if cache is not None else replay_contexts)
+    if cache is not None:
+        cache.watch([block for _, block in blocks(model)])
     install_loss(model, config.memory.loss_chunk)
     dtype: torch.dtype = getattr(torch, config.model.dtype)
     exact = alone or all(p.dtype == dtype for p in model.parameters())
