@@ -53,8 +53,9 @@ def fill(t: Tensor) -> Tensor:
             noise = torch.randn(min(t.numel(), 1021), generator=_generator)
             if not t.dtype.is_floating_point:
                 noise = (noise * 8).abs()
-            repeats = -(-t.numel() // max(noise.numel(), 1))
-            return t.copy_(noise.repeat(repeats)[: t.numel()].reshape(t.shape).to(t.dtype))
+            tile = noise.to(device=t.device, dtype=t.dtype)
+            repeats = -(-t.numel() // max(tile.numel(), 1))
+            return t.copy_(tile.repeat(repeats)[: t.numel()].reshape(t.shape))
         if t.dtype.is_floating_point or t.dtype.is_complex:
             return t.fill_(float("nan") if _kind == "nan" else torch.finfo(t.dtype).max / 4)
         return t.fill_(True if t.dtype is torch.bool else torch.iinfo(t.dtype).max)
