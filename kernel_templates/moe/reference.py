@@ -121,7 +121,7 @@ def _gated(gate: Tensor, up: Tensor, spec: Spec) -> Tensor:
 
 
 class _RoundedExperts(torch.autograd.Function):
-    """Kept in the narrow dtype: operands of products, h, a, every expert's output, dh, s a, dx by slot, all results.
+    """Narrow: operands of products, h, a, every expert's output, da', dh, s a, dx by slot, all results.
 
     The gradient of a score is <W2^T dy, a>, as in the kernel, with a recomputed from the rounded h.
     """
@@ -176,7 +176,7 @@ class _RoundedExperts(torch.autograd.Function):
         for expert, slot in _slots_by_expert(index, len(gate_up)):
             token = slot // index.shape[1]
             score = scores.reshape(-1)[slot, None]
-            da = dy[token] @ down[expert]
+            da = narrow(dy[token] @ down[expert])
             with torch.enable_grad():
                 gate, up = (part.requires_grad_() for part in ctx.hidden[expert])
                 a = _gated(gate, up, spec)

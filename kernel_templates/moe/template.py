@@ -106,15 +106,6 @@ def _split_pairs(both, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, INTERLEAVED
 
 
 @triton.jit
-def _join_pairs(gate, up, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """The inverse of :func:`_split_pairs`."""
-    both = tl.join(gate, up)
-    if not INTERLEAVED:
-        both = tl.permute(both, (0, 2, 1))
-    return tl.reshape(both, (BLOCK_M, 2 * BLOCK_N))
-
-
-@triton.jit
 def _mark_clamped(h_MN, feature, WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr, LIMIT: tl.constexpr):
     """h with clamped values at twice the limit, so that rounding to the storage dtype cannot move one across it.
 
@@ -268,8 +259,9 @@ def _up_kernel(
 
 @triton.jit
 def _rows_tile(
-    a, weight, bias, out, expert, tile, start, end,
-    DEPTH: tl.constexpr, N: tl.constexpr, W_FEATURE: tl.constexpr, W_DEPTH: tl.constexpr, BIAS: tl.constexpr,
+    a, weight, bias, slot_of_row, out, expert, tile, start, end,
+    K: tl.constexpr, DEPTH: tl.constexpr, N: tl.constexpr, W_FEATURE: tl.constexpr, W_DEPTH: tl.constexpr,
+    BIAS: tl.constexpr, GATHER: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One tile of :func:`_rows_kernel`: rows from ``start`` on, features of feature tile ``tile``."""
@@ -277,6 +269,8 @@ def _rows_tile(
     exists = start + here < end
     # rows past the expert's last are computed from its first row and not stored
     safe = tl.where(exists, start + here, start)
+    if GATHER:
+        safe = tl.load(slot_of_row + safe) // K
     feature = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     present = feature < N
     out_MN = _row_tile_product(
@@ -294,11 +288,15 @@ def _rows_tile(
 
 @triton.jit
 def _rows_kernel(
-    a, weight, bias, offsets, tile_expert, tile_row, out,
-    DEPTH: tl.constexpr, N: tl.constexpr, W_FEATURE: tl.constexpr, W_DEPTH: tl.constexpr, BIAS: tl.constexpr,
+    a, weight, bias, slot_of_row, offsets, tile_expert, tile_row, out,
+    K: tl.constexpr, DEPTH: tl.constexpr, N: tl.constexpr, W_FEATURE: tl.constexpr, W_DEPTH: tl.constexpr,
+    BIAS: tl.constexpr, GATHER: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TAIL_M: tl.constexpr,
 ):  # fmt: skip
-    """out[r] = W_e a[r] (+ b_e), rows in sorted order: a [R, DEPTH], out [R, N]; TAIL_M as in :func:`_up_kernel`."""
+    """out[r] = W_e a[r] (+ b_e), rows in sorted order: a [R, DEPTH], or with GATHER [T, DEPTH]; out [R, N].
+
+    TAIL_M as in :func:`_up_kernel`.
+    """
     TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     program = tl.program_id(0)
     expert = tl.load(tile_expert + program // TILES_N)
@@ -310,190 +308,78 @@ def _rows_kernel(
     if TAIL_M < BLOCK_M:
         if end - start <= TAIL_M:
             _rows_tile(
-                a, weight, bias, out, expert, tile, start, end,
-                DEPTH, N, W_FEATURE, W_DEPTH, BIAS, TAIL_M, BLOCK_N, BLOCK_K,
+                a, weight, bias, slot_of_row, out, expert, tile, start, end,
+                K, DEPTH, N, W_FEATURE, W_DEPTH, BIAS, GATHER, TAIL_M, BLOCK_N, BLOCK_K,
             )  # fmt: skip
         else:
             _rows_tile(
-                a, weight, bias, out, expert, tile, start, end,
-                DEPTH, N, W_FEATURE, W_DEPTH, BIAS, BLOCK_M, BLOCK_N, BLOCK_K,
+                a, weight, bias, slot_of_row, out, expert, tile, start, end,
+                K, DEPTH, N, W_FEATURE, W_DEPTH, BIAS, GATHER, BLOCK_M, BLOCK_N, BLOCK_K,
             )  # fmt: skip
     else:
         _rows_tile(
-            a, weight, bias, out, expert, tile, start, end,
-            DEPTH, N, W_FEATURE, W_DEPTH, BIAS, BLOCK_M, BLOCK_N, BLOCK_K,
+            a, weight, bias, slot_of_row, out, expert, tile, start, end,
+            K, DEPTH, N, W_FEATURE, W_DEPTH, BIAS, GATHER, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
+
+
+# ---- through the gate ------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def _hidden_grad_part(
-    da_MN, tile, start, row, exists, score, h, dh, weighted_a,
-    WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr,
-    ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
-    NEED_DH: tl.constexpr, NEED_A: tl.constexpr, NEED_SCORES: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Stores dh and s a for the columns of one tile of da' [BLOCK_M, BLOCK_N]; returns <da', a> by row."""
-    feature, features_present = _gate_up_features(tile, WIDTH, BLOCK_N, INTERLEAVED)
-    # a scalar base and 32-bit offsets: 64-bit ones of a whole tile would take twice the registers
-    h_base = start.to(tl.int64) * (2 * WIDTH)
-    h_at = (row - start)[:, None] * (2 * WIDTH) + feature[None, :]
-    h_mask = exists[:, None] & features_present[None, :]
-    h_MN = tl.load(h + h_base + h_at, mask=h_mask, other=0.0).to(tl.float32)
-    gate_MN, up_MN = _split_pairs(h_MN, BLOCK_M, BLOCK_N, INTERLEAVED)
-    dot_M = tl.zeros((BLOCK_M,), tl.float32)
-    if NEED_A or NEED_SCORES:
-        column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        inside = exists[:, None] & (column < WIDTH)[None, :]
-        a_MN = _gated(gate_MN, up_MN, ACTIVATION, ALPHA, LIMIT, UP_OFFSET)
-        if NEED_SCORES:
-            dot_M = tl.sum(tl.where(inside, da_MN * a_MN, 0.0), 1)
-        if NEED_A:
-            a_at = (row - start)[:, None] * WIDTH + column[None, :]
-            weighted_MN = (score[:, None] * a_MN).to(weighted_a.dtype.element_ty)
-            tl.store(weighted_a + start.to(tl.int64) * WIDTH + a_at, weighted_MN, mask=inside)
-    if NEED_DH:
-        dgate_MN, dup_MN = _gated_backward(
-            score[:, None] * da_MN, gate_MN, up_MN, ACTIVATION, ALPHA, LIMIT, UP_OFFSET
-        )  # fmt: skip
-        dh_MN = _join_pairs(dgate_MN, dup_MN, BLOCK_M, BLOCK_N, INTERLEAVED)
-        tl.store(dh + h_base + h_at, dh_MN.to(dh.dtype.element_ty), mask=h_mask)
-    return dot_M
-
-
-@triton.jit
-def _halves(tile_MN, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The left and the right columns of a tile; free in the layout of a wgmma accumulator."""
-    return tl.split(tl.permute(tl.reshape(tile_MN, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
-
-
-@triton.jit
-def _hidden_grad_in_2(
-    da_MN, tile, start, row, exists, score, h, dh, weighted_a,
-    WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr,
-    ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
-    NEED_DH: tl.constexpr, NEED_A: tl.constexpr, NEED_SCORES: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr,
-):  # fmt: skip
-    """:func:`_hidden_grad_part` of a tile whole or in 2 column blocks, one after the other."""
-    if PARTS == 1:
-        dot_M = _hidden_grad_part(
-            da_MN, tile, start, row, exists, score, h, dh, weighted_a, WIDTH, INTERLEAVED,
-            ACTIVATION, ALPHA, LIMIT, UP_OFFSET, NEED_DH, NEED_A, NEED_SCORES, BLOCK_M, BLOCK_N,
-        )  # fmt: skip
-    else:
-        HALF: tl.constexpr = BLOCK_N // 2
-        left_MN, right_MN = _halves(da_MN, BLOCK_M, BLOCK_N)
-        dot_M = _hidden_grad_part(
-            left_MN, 2 * tile, start, row, exists, score, h, dh, weighted_a, WIDTH, INTERLEAVED,
-            ACTIVATION, ALPHA, LIMIT, UP_OFFSET, NEED_DH, NEED_A, NEED_SCORES, BLOCK_M, HALF,
-        )  # fmt: skip
-        dot_M += _hidden_grad_part(
-            right_MN, 2 * tile + 1, start, row, exists, score, h, dh, weighted_a, WIDTH, INTERLEAVED,
-            ACTIVATION, ALPHA, LIMIT, UP_OFFSET, NEED_DH, NEED_A, NEED_SCORES, BLOCK_M, HALF,
-        )  # fmt: skip
-    return dot_M
-
-
-@triton.jit
-def _hidden_grad_in_4(
-    da_MN, tile, start, row, exists, score, h, dh, weighted_a,
-    WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr,
-    ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
-    NEED_DH: tl.constexpr, NEED_A: tl.constexpr, NEED_SCORES: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr,
-):  # fmt: skip
-    """:func:`_hidden_grad_part` of a tile in up to 4 column blocks."""
-    if PARTS < 4:
-        dot_M = _hidden_grad_in_2(
-            da_MN, tile, start, row, exists, score, h, dh, weighted_a, WIDTH, INTERLEAVED,
-            ACTIVATION, ALPHA, LIMIT, UP_OFFSET, NEED_DH, NEED_A, NEED_SCORES, BLOCK_M, BLOCK_N, PARTS,
-        )  # fmt: skip
-    else:
-        HALF: tl.constexpr = BLOCK_N // 2
-        left_MN, right_MN = _halves(da_MN, BLOCK_M, BLOCK_N)
-        dot_M = _hidden_grad_in_2(
-            left_MN, 2 * tile, start, row, exists, score, h, dh, weighted_a, WIDTH, INTERLEAVED,
-            ACTIVATION, ALPHA, LIMIT, UP_OFFSET, NEED_DH, NEED_A, NEED_SCORES, BLOCK_M, HALF, PARTS // 2,
-        )  # fmt: skip
-        dot_M += _hidden_grad_in_2(
-            right_MN, 2 * tile + 1, start, row, exists, score, h, dh, weighted_a, WIDTH, INTERLEAVED,
-            ACTIVATION, ALPHA, LIMIT, UP_OFFSET, NEED_DH, NEED_A, NEED_SCORES, BLOCK_M, HALF, PARTS // 2,
-        )  # fmt: skip
-    return dot_M
-
-
-@triton.jit
-def _hidden_grad_in_8(
-    da_MN, tile, start, row, exists, score, h, dh, weighted_a,
-    WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr,
-    ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
-    NEED_DH: tl.constexpr, NEED_A: tl.constexpr, NEED_SCORES: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr,
-):  # fmt: skip
-    """:func:`_hidden_grad_part` of a tile in up to 8 column blocks."""
-    if PARTS < 8:
-        dot_M = _hidden_grad_in_4(
-            da_MN, tile, start, row, exists, score, h, dh, weighted_a, WIDTH, INTERLEAVED,
-            ACTIVATION, ALPHA, LIMIT, UP_OFFSET, NEED_DH, NEED_A, NEED_SCORES, BLOCK_M, BLOCK_N, PARTS,
-        )  # fmt: skip
-    else:
-        HALF: tl.constexpr = BLOCK_N // 2
-        left_MN, right_MN = _halves(da_MN, BLOCK_M, BLOCK_N)
-        dot_M = _hidden_grad_in_4(
-            left_MN, 2 * tile, start, row, exists, score, h, dh, weighted_a, WIDTH, INTERLEAVED,
-            ACTIVATION, ALPHA, LIMIT, UP_OFFSET, NEED_DH, NEED_A, NEED_SCORES, BLOCK_M, HALF, PARTS // 2,
-        )  # fmt: skip
-        dot_M += _hidden_grad_in_4(
-            right_MN, 2 * tile + 1, start, row, exists, score, h, dh, weighted_a, WIDTH, INTERLEAVED,
-            ACTIVATION, ALPHA, LIMIT, UP_OFFSET, NEED_DH, NEED_A, NEED_SCORES, BLOCK_M, HALF, PARTS // 2,
-        )  # fmt: skip
-    return dot_M
-
-
-@triton.jit(do_not_specialize=["slots"])
 def _hidden_grad_kernel(
-    dy, down, h, scores, slot_of_row, offsets, tile_expert, tile_row, dh, weighted_a, partial, slots,
-    K: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, W_FEATURE: tl.constexpr, W_DEPTH: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
+    da, h, scores, slot_of_row, offsets, dh, weighted_a, dots,
+    E: tl.constexpr, WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr,
     ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
     NEED_DH: tl.constexpr, NEED_A: tl.constexpr, NEED_SCORES: tl.constexpr,
-    TABLE_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """da' = gather(dy) W2 stays in registers; writes dh [R, 2I], s a [R, I] and partial sums of <da', a> [tiles, R].
-
-    The tiles of the table, of TABLE_M rows, are cut into tiles of BLOCK_M: epilogues of small ones overlap with
-    products. An epilogue takes its columns in PARTS (1 to 8): all of them need more registers than there are.
-    """
-    TILES_N: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
-    CUTS: tl.constexpr = TABLE_M // BLOCK_M
-    program = tl.program_id(0)
-    entry = program // (TILES_N * CUTS)
-    expert = tl.load(tile_expert + entry)
-    if expert < 0:
-        return
-    # cuts of one tile are neighbours: they read the same weights
-    tile = program % (TILES_N * CUTS) // CUTS
-    start = tl.load(tile_row + entry) + program % CUTS * BLOCK_M
-    end = tl.load(offsets + expert + 1)
-    if start >= end:
-        return
-    row = start + tl.arange(0, BLOCK_M)
-    exists = row < end
-    slot = tl.load(slot_of_row + tl.where(exists, row, start))
-    column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    da_MN = _row_tile_product(
-        dy + (slot // K).to(tl.int64) * D,
-        down + expert.to(tl.int64) * (D * WIDTH) + column * W_FEATURE, column < WIDTH,
-        D, W_DEPTH, BLOCK_M, BLOCK_N, BLOCK_K, WIDTH % BLOCK_N == 0,
-    )  # fmt: skip
-    score = tl.load(scores + slot).to(tl.float32)
-    dot_M = _hidden_grad_in_8(
-        da_MN, tile, start, row, exists, score, h, dh, weighted_a, WIDTH, INTERLEAVED,
-        ACTIVATION, ALPHA, LIMIT, UP_OFFSET, NEED_DH, NEED_A, NEED_SCORES, BLOCK_M, BLOCK_N, PARTS,
-    )  # fmt: skip
+    """da' [R, I] and h [R, 2I] to dh [R, 2I], s a [R, I] and <da', a> [R]; s a may lie in the memory of da'."""
+    # a scalar base and 32-bit offsets: 64-bit ones of a whole tile would take twice the registers
+    first = tl.program_id(0).to(tl.int64) * BLOCK_R
+    here = tl.arange(0, BLOCK_R)
+    exists = first + here < tl.load(offsets + E)
+    slot = tl.load(slot_of_row + first + here, mask=exists, other=0)
+    score = tl.load(scores + slot, mask=exists, other=0.0).to(tl.float32)
+    dot_R = tl.zeros((BLOCK_R,), tl.float32)
+    for start in range(0, WIDTH, BLOCK_N):
+        column = start + tl.arange(0, BLOCK_N)
+        inside = exists[:, None] & (column < WIDTH)[None, :]
+        at = here[:, None] * WIDTH + column[None, :]
+        if NEED_DH or NEED_SCORES:
+            da_RN = tl.load(da + first * WIDTH + at, mask=inside, other=0.0).to(tl.float32)
+        if INTERLEAVED:
+            feature = 2 * start + tl.arange(0, 2 * BLOCK_N)
+            both_inside = exists[:, None] & (feature < 2 * WIDTH)[None, :]
+            both_at = here[:, None] * (2 * WIDTH) + feature[None, :]
+            both = tl.load(h + first * (2 * WIDTH) + both_at, mask=both_inside, other=0.0).to(tl.float32)
+            gate_RN, up_RN = tl.split(tl.reshape(both, (BLOCK_R, BLOCK_N, 2)))
+        else:
+            gate_at = here[:, None] * (2 * WIDTH) + column[None, :]
+            gate_RN = tl.load(h + first * (2 * WIDTH) + gate_at, mask=inside, other=0.0).to(tl.float32)
+            up_RN = tl.load(h + first * (2 * WIDTH) + WIDTH + gate_at, mask=inside, other=0.0).to(tl.float32)
+        if NEED_A or NEED_SCORES:
+            a_RN = _gated(gate_RN, up_RN, ACTIVATION, ALPHA, LIMIT, UP_OFFSET)
+            if NEED_SCORES:
+                dot_R += tl.sum(tl.where(inside, da_RN * a_RN, 0.0), 1)
+            if NEED_A:
+                # da' was read by all threads of this program before its memory is taken
+                tl.debug_barrier()
+                weighted_RN = (score[:, None] * a_RN).to(weighted_a.dtype.element_ty)
+                tl.store(weighted_a + first * WIDTH + at, weighted_RN, mask=inside)
+        if NEED_DH:
+            dgate_RN, dup_RN = _gated_backward(
+                score[:, None] * da_RN, gate_RN, up_RN, ACTIVATION, ALPHA, LIMIT, UP_OFFSET
+            )  # fmt: skip
+            kind = dh.dtype.element_ty
+            if INTERLEAVED:
+                both = tl.reshape(tl.join(dgate_RN, dup_RN), (BLOCK_R, 2 * BLOCK_N)).to(kind)
+                tl.store(dh + first * (2 * WIDTH) + both_at, both, mask=both_inside)
+            else:
+                tl.store(dh + first * (2 * WIDTH) + gate_at, dgate_RN.to(kind), mask=inside)
+                tl.store(dh + first * (2 * WIDTH) + WIDTH + gate_at, dup_RN.to(kind), mask=inside)
     if NEED_SCORES:
-        tl.store(partial + tile.to(tl.int64) * slots + row, dot_M, mask=exists)
+        tl.store(dots + first + here, dot_R, mask=exists)
 
 
 # ---- copies ----------------------------------------------------------------------------------------------------
@@ -631,17 +517,15 @@ def _combine_kernel(
 
 @triton.jit(do_not_specialize=["slots"])
 def _score_grad_kernel(
-    partial, dy, bias, index, inverse, dscores, slots,
-    K: tl.constexpr, D: tl.constexpr, TILES: tl.constexpr, BIAS: tl.constexpr,
+    dots, dy, bias, index, inverse, dscores, slots,
+    K: tl.constexpr, D: tl.constexpr, BIAS: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """dscores[slot] = sum over tiles of the partial sums (+ <dy_t, b2_e>); zero for a slot without an expert."""
+    """dscores[slot] = <da', a> of its row (+ <dy_t, b2_e>); zero for a slot without an expert."""
     slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(inverse + slot, mask=slot < slots, other=-1)
     present = row >= 0
-    acc = tl.zeros((BLOCK,), tl.float32)
-    for tile in range(TILES):
-        acc += tl.load(partial + tl.cast(tile, tl.int64) * slots + row, mask=present, other=0.0)
+    acc = tl.load(dots + row, mask=present, other=0.0)
     if BIAS:
         expert = tl.load(index + slot, mask=present, other=0)
         for start in range(0, D, BLOCK_D):
@@ -775,15 +659,18 @@ def forward(tensors, spec, config):
         a,
         down,
         down_bias,
+        saved["slot_of_row"],
         saved["offsets"],
         saved["tile_expert"],
         saved["tile_row"],
         y_rows,
+        K=top_k,
         DEPTH=intermediate,
         N=hidden,
         W_FEATURE=down_strides[0],
         W_DEPTH=down_strides[1],
         BIAS=spec.bias,
+        GATHER=False,
         BLOCK_M=config["block_m"],
         BLOCK_N=config["rows_n"],
         BLOCK_K=config["rows_k"],
@@ -821,41 +708,62 @@ def backward(tensors, saved, grads, needs, spec, config):
     top_k = slots // tokens
     intermediate = saved["h"].shape[1] // 2
     bound = saved["tile_expert"].shape[0]
-    tiles_n = triton.cdiv(intermediate, config["grad_n"])
     need_dh = "x" in needs or "gate_up" in needs or "gate_up_bias" in needs
     need_a = "down" in needs
     need_scores = "scores" in needs
-    dh, weighted_a, partial = None, None, None
-    if need_dh:
-        dh = torch.empty_like(saved["h"])
-    if need_a:
-        weighted_a = torch.empty((slots, intermediate), dtype=x.dtype, device=x.device)
-    if need_scores:
-        partial = torch.empty((tiles_n, slots), dtype=torch.float32, device=x.device)
+    dh, weighted_a, dots = None, None, None
     if spec.transposed:
         up_strides, down_strides = (1, 2 * intermediate), (1, hidden)
     else:
         up_strides, down_strides = (hidden, 1), (intermediate, 1)
+    # one operand of every weight gradient is read through the tokens, or from a copy in row order
+    dy_rows = dy
+    if need_a and config["weight_copy"]:
+        dy_rows = _spread(dy, saved, experts, top_k, config)
     if need_dh or need_a or need_scores:
-        cuts = config["block_m"] // config["grad_m"]
-        _hidden_grad_kernel[(bound * tiles_n * cuts,)](
-            dy,
+        da = torch.empty((slots, intermediate), dtype=x.dtype, device=x.device)
+        if need_dh:
+            dh = torch.empty_like(saved["h"])
+        if need_a:
+            weighted_a = da
+        if need_scores:
+            dots = torch.empty((slots,), dtype=torch.float32, device=x.device)
+    if need_dh or need_scores:
+        _rows_kernel[(bound * triton.cdiv(intermediate, config["rows_n"]),)](
+            dy_rows,
             down,
-            saved["h"],
-            scores,
+            None,
             saved["slot_of_row"],
             saved["offsets"],
             saved["tile_expert"],
             saved["tile_row"],
-            dh,
-            weighted_a,
-            partial,
-            slots,
+            da,
             K=top_k,
-            D=hidden,
-            WIDTH=intermediate,
+            DEPTH=hidden,
+            N=intermediate,
             W_FEATURE=down_strides[1],
             W_DEPTH=down_strides[0],
+            BIAS=False,
+            GATHER=dy_rows is dy,
+            BLOCK_M=config["block_m"],
+            BLOCK_N=config["rows_n"],
+            BLOCK_K=config["rows_k"],
+            TAIL_M=config["tail_m"],
+            num_warps=config["rows_warps"],
+            num_stages=config["rows_stages"],
+        )
+    if need_dh or need_a or need_scores:
+        _hidden_grad_kernel[(triton.cdiv(slots, config["grad_r"]),)](
+            da,
+            saved["h"],
+            scores,
+            saved["slot_of_row"],
+            saved["offsets"],
+            dh,
+            weighted_a,
+            dots,
+            E=experts,
+            WIDTH=intermediate,
             INTERLEAVED=spec.gate_up_layout == "interleaved",
             ACTIVATION=spec.activation,
             ALPHA=spec.alpha,
@@ -864,14 +772,10 @@ def backward(tensors, saved, grads, needs, spec, config):
             NEED_DH=need_dh,
             NEED_A=need_a,
             NEED_SCORES=need_scores,
-            TABLE_M=config["block_m"],
-            BLOCK_M=config["grad_m"],
+            BLOCK_R=config["grad_r"],
             BLOCK_N=config["grad_n"],
-            BLOCK_K=config["grad_k"],
-            PARTS=config["grad_parts"],
-            num_warps=config["grad_warps"],
-            num_stages=config["grad_stages"],
         )
+        del da
     if need_scores:
         if spec.bias:
             score_bias = tensors["down_bias"]
@@ -879,7 +783,7 @@ def backward(tensors, saved, grads, needs, spec, config):
             score_bias = None
         found["scores"] = torch.empty_like(scores)
         _score_grad_kernel[(triton.cdiv(slots, config["score_block"]),)](
-            partial,
+            dots,
             dy,
             score_bias,
             tensors["index"],
@@ -888,7 +792,6 @@ def backward(tensors, saved, grads, needs, spec, config):
             slots,
             K=top_k,
             D=hidden,
-            TILES=tiles_n,
             BIAS=spec.bias,
             BLOCK=config["score_block"],
             BLOCK_D=config["score_d"],
@@ -900,15 +803,18 @@ def backward(tensors, saved, grads, needs, spec, config):
             dh,
             gate_up,
             None,
+            saved["slot_of_row"],
             saved["offsets"],
             saved["tile_expert"],
             saved["tile_row"],
             dx_rows,
+            K=top_k,
             DEPTH=2 * intermediate,
             N=hidden,
             W_FEATURE=up_strides[1],
             W_DEPTH=up_strides[0],
             BIAS=False,
+            GATHER=False,
             BLOCK_M=config["block_m"],
             BLOCK_N=config["rows_n"],
             BLOCK_K=config["rows_k"],
@@ -932,16 +838,19 @@ def backward(tensors, saved, grads, needs, spec, config):
     if "down" in needs:
         found["down"] = torch.empty_like(down)
         if spec.transposed:
-            _weight_grad(weighted_a, dy, found["down"], saved, top_k, False, True, config)
+            _weight_grad(weighted_a, dy_rows, found["down"], saved, top_k, False, dy_rows is dy, config)
         else:
-            _weight_grad(dy, weighted_a, found["down"], saved, top_k, True, False, config)
-        del weighted_a
+            _weight_grad(dy_rows, weighted_a, found["down"], saved, top_k, dy_rows is dy, False, config)
+        del weighted_a, dy_rows
     if "gate_up" in needs:
         found["gate_up"] = torch.empty_like(gate_up)
+        x_rows = x
+        if config["weight_copy"]:
+            x_rows = _spread(x, saved, experts, top_k, config)
         if spec.transposed:
-            _weight_grad(x, dh, found["gate_up"], saved, top_k, True, False, config)
+            _weight_grad(x_rows, dh, found["gate_up"], saved, top_k, x_rows is x, False, config)
         else:
-            _weight_grad(dh, x, found["gate_up"], saved, top_k, False, True, config)
+            _weight_grad(dh, x_rows, found["gate_up"], saved, top_k, False, x_rows is x, config)
     if spec.bias:
         if "gate_up_bias" in needs:
             found["gate_up_bias"] = torch.empty_like(tensors["gate_up_bias"])
@@ -975,16 +884,8 @@ def backward(tensors, saved, grads, needs, spec, config):
 
 
 def _weight_grad(left, right, out, saved, top_k, gather_left, gather_right, config):
-    """out[e] = left^T right over the rows of e; exactly one operand is read through the tokens.
-
-    With ``weight_copy`` that operand is first copied into row order: one more pass over it, but many tiles read it.
-    """
+    """out[e] = left^T right over the rows of e; a gathered operand is in token order."""
     experts, p, q = out.shape
-    if config["weight_copy"]:
-        if gather_left:
-            left, gather_left = _spread(left, saved, experts, top_k, config), False
-        else:
-            right, gather_right = _spread(right, saved, experts, top_k, config), False
     grid = (experts * triton.cdiv(p, config["weight_p"]) * triton.cdiv(q, config["weight_q"]),)
     _weight_grad_kernel[grid](
         left,
@@ -1009,7 +910,7 @@ def _spread(source, saved, experts, top_k, config):
     """The rows [R, D] of source [T, D] in sorted order."""
     slots, hidden = saved["slot_of_row"].shape[0], source.shape[1]
     rows = torch.empty((slots, hidden), dtype=source.dtype, device=source.device)
-    _spread_kernel[(triton.cdiv(slots, config["combine_t"]), triton.cdiv(hidden, config["combine_d"]))](
+    _spread_kernel[(triton.cdiv(slots, config["spread_r"]), triton.cdiv(hidden, config["spread_d"]))](
         source,
         saved["slot_of_row"],
         saved["offsets"],
@@ -1017,7 +918,7 @@ def _spread(source, saved, experts, top_k, config):
         E=experts,
         K=top_k,
         D=hidden,
-        BLOCK_R=config["combine_t"],
-        BLOCK_D=config["combine_d"],
+        BLOCK_R=config["spread_r"],
+        BLOCK_D=config["spread_d"],
     )
     return rows

@@ -24,7 +24,6 @@ def space(spec: Spec, sizes: dict[str, int]) -> list[dict[str, Any]]:
     for n in (64, 128):
         for stages in (3, 4):
             variants.append({"up_n": n, "up_stages": stages})
-            variants.append({"grad_n": n, "grad_parts": n // 32, "grad_stages": stages})
     for n in (64, 128, 256):
         for stages in (3, 4):
             variants.append({"rows_n": n, "rows_stages": stages})
@@ -36,9 +35,11 @@ def space(spec: Spec, sizes: dict[str, int]) -> list[dict[str, Any]]:
         warps = 4 if block_m < 128 else 8
         variants.append(
             {"block_m": block_m, "tail_m": min(block_m, 64), "up_n": 64, "up_warps": warps}
-            | {"rows_n": 128, "rows_warps": warps, "grad_m": min(block_m, 64), "grad_n": 64, "grad_parts": 2}
+            | {"rows_n": 128, "rows_warps": warps}
         )
     variants += [{"combine_t": t, "combine_d": d} for t, d in ((1, 1024), (2, 512), (4, 256))]
+    variants += [{"spread_r": r, "spread_d": d} for r, d in ((2, 1024), (8, 256))]
+    variants += [{"grad_r": r, "grad_n": n} for r, n in ((1, 1024), (2, 512), (8, 256))]
     found: list[dict[str, Any]] = []
     for variant in variants:
         config = base | variant
@@ -53,14 +54,13 @@ def fits(config: dict[str, Any], bytes_each: int) -> bool:
     tiles = {
         "up": (m, 2 * config["up_n"], config["up_k"]),
         "rows": (m, config["rows_n"], config["rows_k"]),
-        "grad": (config["grad_m"], config["grad_n"], config["grad_k"]),
         "weight": (config["weight_p"], config["weight_q"], config["weight_r"]),
     }
     buffers = {kernel: config[f"{kernel}_stages"] for kernel in tiles}
     if not config["weight_copy"]:
         # every other stage only fetches the numbers of the rows
         buffers["weight"] = (buffers["weight"] - 1) // 2 + 1
-    return m % config["grad_m"] == 0 and all(
+    return all(
         (rows + columns) * depth * bytes_each * buffers[kernel] <= SHARED_MEMORY
         and rows * columns / (32 * config[f"{kernel}_warps"]) <= ACCUMULATOR
         for kernel, (rows, columns, depth) in tiles.items()
@@ -87,12 +87,8 @@ def _base(rows: int, depth: int) -> dict[str, Any]:
         "rows_k": depth,
         "rows_warps": warps,
         "rows_stages": 3,
-        "grad_m": min(m, 64),
-        "grad_n": 64,
-        "grad_k": depth,
-        "grad_parts": 2,
-        "grad_warps": 4,
-        "grad_stages": 3,
+        "grad_r": 4,
+        "grad_n": 512,
         "weight_p": 128,
         "weight_q": 128,
         "weight_r": 32,
@@ -101,5 +97,7 @@ def _base(rows: int, depth: int) -> dict[str, Any]:
         "weight_copy": False,
         "combine_t": 1,
         "combine_d": 1024,
+        "spread_r": 1,
+        "spread_d": 1024,
         **ROUTING,
     }

@@ -48,7 +48,7 @@ FLAGS: dict[str, dict[str, Any]] = {
 # smaller than every case: each loop and each grid axis takes more than one step
 SMALL_TILES = load(CONFIGS)["interpreter"][0].config | {
     "block_m": 32, "tail_m": 16, "up_n": 16, "up_k": 16, "rows_n": 16, "rows_k": 16,
-    "grad_m": 16, "grad_n": 32, "grad_k": 16, "grad_parts": 4, "weight_copy": True,
+    "grad_r": 16, "grad_n": 16, "spread_r": 8, "spread_d": 16, "weight_copy": True,
     "weight_p": 16, "weight_q": 16, "weight_r": 16, "combine_t": 8, "combine_d": 16, "route_block": 16, "tile_block": 4,
     "score_block": 16, "score_d": 16, "bias_r": 16, "bias_n": 16,
 }  # fmt: skip
@@ -129,7 +129,7 @@ def test_every_flag(flags: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("flags", ["plain", "gpt_oss", "clamped"])
 def test_many_small_tiles(flags: str) -> None:
-    """Several tiles on every axis, and the epilogue in halves."""
+    """Several tiles on every axis."""
     spec = _spec(**FLAGS[flags])
     tensors, dy = _make(spec, _case(23, 3, 4, 37, 41, "absent"))
     _check(spec, tensors, dy, _bound(spec, SMALL_TILES))
@@ -227,6 +227,8 @@ def test_only_what_is_needed_is_computed(needed: list[str], monkeypatch: pytest.
     if not {"gate_up", "down"} & set(needed):
         monkeypatch.setattr(template, "_weight_grad_kernel", None)
     if "x" not in needed:
+        monkeypatch.setattr(template, "_combine_kernel", None)
+    if not {"x", "scores", "gate_up"} & set(needed):
         monkeypatch.setattr(template, "_rows_kernel", None)
     found = template.backward(tensors, saved, {"y": dy}, set(needed), spec, config)
     assert set(found) == set(needed)
