@@ -236,6 +236,16 @@ def _sink_kernel(
     tl.store(partial_ptr + tl.program_id(0) * HEADS + head_H, sum_H, mask=head_H < HEADS)
 
 
+@triton.jit
+def _products(k_JD, q_HD, sum_JH, BLOCK_H: tl.constexpr):
+    """k q^T + sum [BLOCK_J, BLOCK_H]; heads are the product's rows where they fill them, so that fewer keys do."""
+    if BLOCK_H % 64 == 0:
+        found_JH = tl.trans(tl.dot(q_HD, tl.trans(k_JD), tl.trans(sum_JH), input_precision="ieee"))
+    else:
+        found_JH = tl.dot(k_JD, tl.trans(q_HD), sum_JH, input_precision="ieee")
+    return found_JH
+
+
 @triton.jit(do_not_specialize=["start", "tokens", "all_tokens", "keys"])
 def _slot_kernel(
     q_ptr,
@@ -303,10 +313,10 @@ def _slot_kernel(
         row_J, valid_J = _selected(index_ptr, listed, first, count, keys, group, GROUPS, SLOTS, FAR, BLOCK_J)
         slot_J = first + tl.arange(0, BLOCK_J)
         k_JD = _gathered(k_ptr, row_J, valid_J, 0, D, BLOCK_D)
-        s_JH = tl.dot(k_JD, tl.trans(q_HD), input_precision="ieee")
+        s_JH = _products(k_JD, q_HD, tl.zeros((BLOCK_J, BLOCK_H), tl.float32), BLOCK_H)
         if ROPE:
             k_JR = _gathered(k_rope_ptr, row_J, valid_J, 0, R, BLOCK_R)
-            s_JH = tl.dot(k_JR, tl.trans(q_HR), s_JH, input_precision="ieee")
+            s_JH = _products(k_JR, q_HR, s_JH, BLOCK_H)
         p_JH = tl.where(valid_J[:, None], tl.exp2(s_JH * log2_scale - lse_H[None, :]), 0.0)
         if TARGET:
             at_J = ((group // LISTS * HEAD_BLOCKS + block) * tl.cast(all_tokens, tl.int64) * LISTS + listed) * SLOTS
@@ -314,9 +324,9 @@ def _slot_kernel(
         if GRADIENT:
             if SEPARATE:
                 v_JV = _gathered(v_ptr, row_J, valid_J, 0, V, BLOCK_V)
-                dp_JH = tl.dot(v_JV, tl.trans(do_HV), input_precision="ieee")
+                dp_JH = _products(v_JV, do_HV, tl.zeros((BLOCK_J, BLOCK_H), tl.float32), BLOCK_H)
             else:
-                dp_JH = tl.dot(k_JD, tl.trans(do_HV), input_precision="ieee")
+                dp_JH = _products(k_JD, do_HV, tl.zeros((BLOCK_J, BLOCK_H), tl.float32), BLOCK_H)
             ds_JH = p_JH * (dp_JH - delta_H[None, :]) * scale
             base = (local * GROUPS + group) * SLOTS * HEADS
             at_JH = slot_J[:, None] * HEADS + head_H[None, :]
@@ -415,37 +425,48 @@ def _key_grad_kernel(
 ):
     """(d) a key's gradient by slot: dS^T q, P^T do, or both; to out [tokens, G, K, WIDTH], or added to [S, G, WIDTH].
 
-    ``first`` and ``second`` [tokens, G, K, HEADS] are dS and P, their rows [T, H, WIDTH] q and do.
+    ``first`` and ``second`` [tokens, G, K, HEADS] are dS and P, their rows [T, H, WIDTH] q and do. A program holds a
+    block of columns of a query's rows and walks the list.
     """
     COLUMN_BLOCKS: tl.constexpr = (WIDTH + BLOCK_C - 1) // BLOCK_C
-    SLOT_BLOCKS: tl.constexpr = (SLOTS + BLOCK_J - 1) // BLOCK_J
+    HELD: tl.constexpr = HEADS <= BLOCK_H
     program = tl.program_id(0)
     first_column = program % COLUMN_BLOCKS * BLOCK_C
-    first = program // COLUMN_BLOCKS % SLOT_BLOCKS * BLOCK_J
-    group = program // (COLUMN_BLOCKS * SLOT_BLOCKS) % GROUPS
-    local = (program // (COLUMN_BLOCKS * SLOT_BLOCKS * GROUPS)).to(tl.int64)
+    group = program // COLUMN_BLOCKS % GROUPS
+    local = (program // (COLUMN_BLOCKS * GROUPS)).to(tl.int64)
     token = start + local
     listed = token * LISTS + group % LISTS
     count = tl.load(count_ptr + listed)
-    if first < count:
-        rows = (local * GROUPS + group) * SLOTS
-        heads = (token * GROUPS + group) * HEADS
+    rows = (local * GROUPS + group) * SLOTS
+    heads = (token * GROUPS + group) * HEADS
+    column_C = first_column + tl.arange(0, BLOCK_C)
+    if HELD:
+        x_HC = _head_rows(first_rows_ptr, heads, 0, first_column, HEADS, WIDTH, BLOCK_H, BLOCK_C)
+        if BOTH:
+            y_HC = _head_rows(second_rows_ptr, heads, 0, first_column, HEADS, WIDTH, BLOCK_H, BLOCK_C)
+    for first in range(0, count, BLOCK_J):
         out_JC = tl.zeros((BLOCK_J, BLOCK_C), tl.float32)
-        for head in range(0, HEADS, BLOCK_H):
-            a_JH = _slots_by_head(first_ptr, rows, first, count, head, HEADS, BLOCK_J, BLOCK_H)
-            x_HC = _head_rows(first_rows_ptr, heads, head, first_column, HEADS, WIDTH, BLOCK_H, BLOCK_C)
+        if HELD:
+            a_JH = _slots_by_head(first_ptr, rows, first, count, 0, HEADS, BLOCK_J, BLOCK_H)
             out_JC = tl.dot(a_JH, x_HC, out_JC, input_precision="ieee")
             if BOTH:
-                b_JH = _slots_by_head(second_ptr, rows, first, count, head, HEADS, BLOCK_J, BLOCK_H)
-                y_HC = _head_rows(second_rows_ptr, heads, head, first_column, HEADS, WIDTH, BLOCK_H, BLOCK_C)
+                b_JH = _slots_by_head(second_ptr, rows, first, count, 0, HEADS, BLOCK_J, BLOCK_H)
                 out_JC = tl.dot(b_JH, y_HC, out_JC, input_precision="ieee")
-        slot_J = first + tl.arange(0, BLOCK_J)
-        column_C = first_column + tl.arange(0, BLOCK_C)
+        else:
+            for head in range(0, HEADS, BLOCK_H):
+                a_JH = _slots_by_head(first_ptr, rows, first, count, head, HEADS, BLOCK_J, BLOCK_H)
+                x_HC = _head_rows(first_rows_ptr, heads, head, first_column, HEADS, WIDTH, BLOCK_H, BLOCK_C)
+                out_JC = tl.dot(a_JH, x_HC, out_JC, input_precision="ieee")
+                if BOTH:
+                    b_JH = _slots_by_head(second_ptr, rows, first, count, head, HEADS, BLOCK_J, BLOCK_H)
+                    y_HC = _head_rows(second_rows_ptr, heads, head, first_column, HEADS, WIDTH, BLOCK_H, BLOCK_C)
+                    out_JC = tl.dot(b_JH, y_HC, out_JC, input_precision="ieee")
         if ATOMIC:
             row_J, valid_J = _selected(index_ptr, listed, first, count, keys, group, GROUPS, SLOTS, FAR, BLOCK_J)
             at_JC = row_J[:, None] * WIDTH + column_C[None, :]
             tl.atomic_add(out_ptr + at_JC, out_JC, mask=valid_J[:, None] & (column_C < WIDTH)[None, :], sem="relaxed")
         else:
+            slot_J = first + tl.arange(0, BLOCK_J)
             at_JC = slot_J[:, None] * WIDTH + column_C[None, :]
             inside_JC = (slot_J < count)[:, None] & (column_C < WIDTH)[None, :]
             tl.store(out_ptr + rows * WIDTH + at_JC, out_JC.to(out_ptr.dtype.element_ty), mask=inside_JC)
@@ -690,7 +711,7 @@ def _key_grads(rows, second_rows, p, ds, out, places, counts, index, start, toke
         partial = torch.empty((tokens, groups, sizes["SLOTS"], width), dtype=rows.dtype, device=rows.device)
     else:
         partial = out
-    _key_grad_kernel[(tokens * groups * triton.cdiv(sizes["SLOTS"], slots) * triton.cdiv(width, columns),)](
+    _key_grad_kernel[(tokens * groups * triton.cdiv(width, columns),)](
         ds,
         rows,
         p,
