@@ -1,7 +1,7 @@
 """Search space of the linear attention kernels.
 
-The six kernels run one after the other, so their settings are independent: every configuration differs from the base
-in one kernel only, and the tuner may combine the winners.
+The kernels run one after the other, so their settings are independent: every configuration differs from the base in
+one kernel only, and the tuner may combine the winners.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ BASE: dict[str, Any] = {
     "score_registers": None,
     "gradient_rows": 64,
     "gradient_bk": 32,
+    "gradient_slices": 1,
     "gradient_bv": 128,
     "gradient_warps": 8,
     "gradient_stages": 1,
     "gradient_registers": 128,
 }
 
-# gradient_kernel with four warps gives a wrong dg on an H200 with Triton 3.6
 SCANS = [(bv, warps, stages) for bv in (16, 32, 64, 128) for warps in (4, 8) for stages in (2, 3)]
 VARIANTS: dict[str, list[dict[str, Any]]] = {
     "prepare": [{"prepare_bk": bk, "prepare_warps": w} for bk, w in ((32, 4), (32, 8), (64, 4), (64, 8), (128, 16))],
@@ -59,10 +59,21 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "score": [
         {"score_bv": bv, "score_warps": w, "score_stages": s} for bv in (64, 128) for w in (4, 8) for s in (1, 2)
     ],
+    # with four warps gradient_kernel gives a wrong dg on an H200 with Triton 3.6
     "gradient": [
-        {"gradient_bk": bk, "gradient_bv": bv, "gradient_stages": s, "gradient_registers": registers}
-        for bk in (32, 64)
-        for bv, s in ((128, 1), (64, 2), (32, 3))
+        {"gradient_bk": bk, "gradient_slices": slices, "gradient_stages": stages, "gradient_registers": registers}
+        for bk, slices in ((32, 1), (32, 4), (64, 1), (64, 2))
+        for stages in (1, 3)
+        for registers in (None, 128)
+    ],
+}
+# a decay per head or none has kernels of its own, and neither prepare nor score
+HEAD_VARIANTS: dict[str, list[dict[str, Any]]] = {
+    **{kernel: VARIANTS[kernel] for kernel in ("scan", "output", "reverse")},
+    "gram": [{"gram_warps": w, "gram_registers": registers} for w in (4, 8) for registers in (None, 128)],
+    "gradient": [
+        {"gradient_bv": bv, "gradient_stages": stages, "gradient_registers": registers}
+        for bv, stages in ((128, 1), (64, 1), (64, 2), (32, 2))
         for registers in (None, 128)
     ],
 }
@@ -84,8 +95,10 @@ def space(spec: Spec, sizes: dict[str, int]) -> list[dict[str, Any]]:
             base[f"{name}_stages"] -= 1
         while not fits(base, name, key_tile, element_bytes) and base[f"{name}_bv"] > 16:
             base[f"{name}_bv"] //= 2
+    if spec.decay != "channel":
+        base.update(gram_warps=4, gradient_registers=None)
     found = [base]
-    for kernel, variants in VARIANTS.items():
+    for kernel, variants in (VARIANTS if spec.decay == "channel" else HEAD_VARIANTS).items():
         for variant in variants:
             config = {**base, **variant}
             wide = variant.get(f"{kernel}_bv", 0) > value_tile or variant.get(f"{kernel}_bk", 0) > key_tile
