@@ -90,6 +90,7 @@ def prepare(options: Options, voice: Voice) -> Path:
     output = Path(options.output).resolve()
     bundle = Path(options.bundle).resolve()
     model_type = str(json.loads((bundle / "bundle.json").read_text())["model_type"])
+    refuse_own_code(bundle)
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -109,6 +110,25 @@ def prepare(options: Options, voice: Voice) -> Path:
     path.write_text(yaml.safe_dump(config, sort_keys=False))
     (output / REQUEST).write_text(json.dumps(asked))
     return path
+
+
+def refuse_own_code(bundle: Path) -> None:
+    """A run holds the model in its own process, and submitted code is executed in the sandbox only.
+
+    Raises:
+        Problem: ``model-brings-code``, with the way to train such a model.
+    """
+    try:
+        intake = json.loads((bundle / "report.json").read_text())["intake"]
+    except (OSError, ValueError, KeyError):
+        return  # what the bundle lacks is said where it is needed
+    if intake.get("runs_code"):
+        raise Problem(
+            "model-brings-code",
+            f"{intake.get('name') or 'this model'} is defined by its own code, which is executed in the sandbox only",
+            "the runtime trains models whose classes transformers has. Train this one in a script of yours: build it "
+            f"with trust_remote_code=True, put {bundle} on sys.path, and call 'from apply import apply; apply(model)'",
+        )
 
 
 def same_request(options: Options, bundle: Path, output: Path) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,14 +27,16 @@ RULES = ("nan", "stall", "throughput-drop", "imbalance", "memory-slope")
 
 def _positive(config: Any, *names: str) -> None:
     for name in names:
-        if getattr(config, name) <= 0:
-            raise ValueError(f"{name} is {getattr(config, name)}: it must be above zero")
+        value = getattr(config, name)
+        if not (value > 0 and math.isfinite(value)):
+            raise ValueError(f"{name} is {value}: it must be above zero and finite")
 
 
 def _not_negative(config: Any, *names: str) -> None:
     for name in names:
-        if getattr(config, name) < 0:
-            raise ValueError(f"{name} is {getattr(config, name)}: it must not be negative")
+        value = getattr(config, name)
+        if not (value >= 0 and math.isfinite(value)):
+            raise ValueError(f"{name} is {value}: it must be finite and not negative")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -46,6 +46,10 @@ def finetune(
     if not twin and weights is None:
         fix = "name the folder of the model's safetensors with --weights, or rehearse on the reduced twin with --twin"
         raise Problem("weights-missing", "a bundle holds kernels, not weights", fix)
+    if lr is not None and not 0 < lr < float("inf"):
+        raise Problem(
+            "bad-rate", f"--lr {lr} is no learning rate", "a finite number above zero is wanted, for example 2e-4"
+        )
     options = {
         "bundle": str(bundle),
         "key": verify(bundle, key),

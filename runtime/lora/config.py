@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -36,6 +37,8 @@ class LoraConfig:
     def __post_init__(self) -> None:
         if self.r < 1:
             raise ValueError(f"r must be at least 1, not {self.r}")
+        if not (self.alpha > 0 and math.isfinite(self.alpha)):
+            raise ValueError(f"alpha is {self.alpha}: it must be above zero and finite")
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout must be in [0, 1), not {self.dropout}")
         if not self.targets:

@@ -75,6 +75,11 @@ def test_numbers_that_yaml_takes_for_text_are_numbers(tmp_path: Path) -> None:
         ("parallel.ep", 0, "at least 1"),
         ("lora", {"r": 0}, "at least 1"),
         ("lora", {"targets": []}, "targets is empty"),
+        ("lora", {"alpha": float("nan")}, "above zero and finite"),
+        ("optimizer.lr", float("nan"), "above zero and finite"),
+        ("optimizer.lr", float("inf"), "above zero and finite"),
+        ("optimizer.weight_decay", float("nan"), "finite and not negative"),
+        ("step.max_norm", float("inf"), "finite and not negative"),
     ],
 )
 def test_bad_fields_are_refused_by_name_with_the_fix(tmp_path: Path, path: str, value: Any, words: str) -> None:

@@ -152,6 +152,16 @@ def test_weights_of_another_model_are_refused_by_their_config(bundle: Path, tmp_
         prepare(options(bundle), quiet)
 
 
+def test_a_model_with_code_of_its_own_is_refused_with_the_way_to_train_it(bundle: Path, tmp_path: Path) -> None:
+    report = {"intake": {"config": CONFIGS["qwen3-moe"], "name": "orbit", "runs_code": True}}
+    (bundle / "report.json").write_text(json.dumps(report))
+    with pytest.raises(Problem, match="orbit is defined by its own code") as refused:
+        prepare(options(bundle, twin=True), Voice(first=False, events=True))
+    assert refused.value.kind == "model-brings-code"
+    assert "trust_remote_code=True" in refused.value.detail
+    assert "from apply import apply" in refused.value.detail
+
+
 def test_settings_are_nested_fields_with_yaml_values() -> None:
     assert nested(["a.b=1e-1", "a.c=[1, x]", "d=true"]) == {"a": {"b": "1e-1", "c": [1, "x"]}, "d": True}
     assert merged({"a": {"b": 1, "c": 2}, "d": None}, {"a": {"c": 3}, "d": {"e": 4}}) == {
@@ -190,6 +200,10 @@ def test_what_the_command_line_refuses_it_refuses_at_once(bundle: Path, tmp_path
     done = onboard(str(bundle), "--data", "a.jsonl", cwd=tmp_path)
     assert done.returncode == 1
     assert "--twin" in done.stderr
+    for rate in ("nan", "inf", "0", "-1"):
+        done = onboard(str(bundle), "--data", "a.jsonl", "--twin", "--lr", rate, cwd=tmp_path)
+        assert (done.returncode, list(tmp_path.glob("finetuned"))) == (1, [])
+        assert "is no learning rate" in done.stderr
     (bundle / "apply.py").write_text("")
     done = onboard(str(bundle), "--data", "a.jsonl", "--twin", cwd=tmp_path)
     assert done.returncode == 1
