@@ -56,7 +56,17 @@ def test_layouts_hold_the_values_between_poison(layout: str) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"dtype": "object"}, {"shape": [4, -1]}, {"elements": 10**12}, {"offset": 9}, {"stride": [1]}, {"shape": "x"}],
+    [
+        {"dtype": "object"},
+        {"dtype": []},
+        {"stride": {}},
+        {"offset": True},
+        {"shape": [4, -1]},
+        {"elements": 10**12},
+        {"offset": 9},
+        {"stride": [1]},
+        {"shape": "x"},
+    ],
 )
 def test_hostile_metadata_is_refused(change: dict[str, object]) -> None:
     good = {"dtype": "float32", "shape": [2, 3], "stride": [3, 1], "offset": 0, "elements": 6}

@@ -134,7 +134,7 @@ class Examinee:
         line, self._received = self._received.split(b"\n", 1)
         try:
             answer = json.loads(line)
-        except ValueError as noise:
+        except (ValueError, RecursionError) as noise:
             raise Refusal("its process wrote noise instead of an answer") from noise
         if not isinstance(answer, dict):
             raise Refusal("its process wrote noise instead of an answer")

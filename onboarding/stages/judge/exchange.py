@@ -94,6 +94,20 @@ def ask(examinee: Examinee, sent: list[Sent], kind: str = "case", **more: Any) -
     disturbed = answer.get("changed")
     if isinstance(disturbed, list) and disturbed:
         raise Refusal(f"it changes {', '.join(str(name)[:80] for name in disturbed[:4])}")
-    if not isinstance(reports, list) or len(reports) != len(sent):
+    return checked(reports, len(sent))
+
+
+def checked(reports: Any, count: int) -> list[dict[str, dict[str, Any]]]:
+    """Reports of calls, as far as what is to be read from them goes.
+
+    Raises:
+        Refusal: they are not ``count`` objects of three objects.
+    """
+    groups = ("outputs", "gradients", "inputs")
+    if (
+        not isinstance(reports, list)
+        or len(reports) != count
+        or not all(isinstance(r, dict) and all(isinstance(r.get(g), dict) for g in groups) for r in reports)
+    ):
         raise Refusal("its process wrote noise instead of an answer")
     return reports

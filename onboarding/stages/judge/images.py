@@ -63,7 +63,11 @@ class Image:
         except (KeyError, TypeError) as problem:
             raise ImageError(f"malformed metadata: {problem!r}") from problem
         numbers = (*image.shape, *image.stride, image.offset, image.elements)
-        if image.dtype not in DTYPES or not all(type(n) is int and n >= 0 for n in numbers):
+        if (
+            not isinstance(image.dtype, str)
+            or image.dtype not in DTYPES
+            or not all(type(n) is int and n >= 0 for n in numbers)
+        ):
             raise ImageError(f"malformed metadata: {image}")
         if len(image.stride) != len(image.shape) or image.elements > largest:
             raise ImageError(f"a storage of {image.elements} elements for shape {list(image.shape)}")

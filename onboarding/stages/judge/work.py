@@ -53,9 +53,7 @@ def _hollow(examinee: Examinee, trial: Trial) -> tuple[list[str], dict[str, int]
     reports = answer.get("calls")
     if reports is None:  # an exception over garbage is as good as garbage
         return _left_to_torch(used, trial), used
-    if not isinstance(reports, list) or len(reports) != 1:
-        raise Refusal("its process wrote noise instead of an answer")
-    returned = verify.read_call(call, reports[0], examinee.work, 0)
+    returned = verify.read_call(call, exchange.checked(reports, 1)[0], examinee.work, 0)
     # exact zeros are right without any work: they tell nothing
     reasons = [
         f"{name} is right although its kernels did nothing: something else computes it"
@@ -66,8 +64,10 @@ def _hollow(examinee: Examinee, trial: Trial) -> tuple[list[str], dict[str, int]
 
 
 def _counts(answer: dict[str, Any]) -> dict[str, int]:
-    said = answer.get("operators", {})
-    return {str(n)[:80]: int(c) for n, c in said.items()} if isinstance(said, dict) else {}
+    said = answer.get("operators")
+    if not isinstance(said, dict) or not all(type(count) is int for count in said.values()):
+        raise Refusal("its process wrote noise instead of an answer")
+    return {str(name)[:80]: count for name, count in said.items()}
 
 
 def _left_to_torch(used: dict[str, int], trial: Trial) -> list[str]:
