@@ -36,6 +36,7 @@ EQUIVALENT: dict[str, str] = {
     r"in `if rows > 0 and hidden > 0:`$": "a launch of no programs does nothing, and no tensor has rows of no columns",
     r"numel\(\) >= 0 in `if (dy|y).numel\(\) > 0:`$": "a launch of no programs does nothing",
     r"^moe: end - start <= TAIL_M -> end - start < TAIL_M": "both paths give the same, one is quicker for short tiles",
+    r"^moe: owner < E -> owner <= E": "past the last tile every bin has ended: owner is BINS, a power of two above E",
     r"^gated_activation: up_RC \+ 0\.0 -> ": "zero is added",
     r"in `if hidden > MAX_HIDDEN:`$": "differs at 2^20 columns only, where both the check and a tile end",
     r"^norm: 0\.0 -> 0\.125 in `(unit|dunit|gate)_RD = ": "masked lanes of a product whose other factor is zero there",

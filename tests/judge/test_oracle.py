@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 import os
+import random
 from pathlib import Path
 
 import pytest
 import torch
+from planting import NORM, make_spec
 
-from onboarding.stages.judge import images, oracle
+from kernel_templates.registry import family_module
+from onboarding.stages.judge import images, oracle, trials
 from onboarding.stages.judge.images import Image, ImageError
 
 
@@ -82,3 +85,16 @@ def test_hostile_files_are_refused(tmp_path: Path) -> None:
     for name in ("pipe", "link", "short", "absent"):
         with pytest.raises(ImageError):
             images.load(tmp_path / name, torch.float32, 2)
+
+
+def test_a_constant_gradient_widens_no_limit_of_an_output() -> None:
+    spec = make_spec("norm", NORM)
+    case = family_module("norm", "cases").cases(spec, random.Random(0), 1, "interpreted")[0]
+    call = oracle.expect(trials._call(spec, case, torch.Generator().manual_seed(0), torch.device("cpu")))
+    ones, _ = trials._changed(call, "ones", random.Random(0))
+    assert ones is not None
+    oracle.expect(ones)
+    assert ones.upstream_repeats == case.dims["hidden"]
+    # at least 300 elements share the error of each: 1.5 is ample
+    assert ones.expected["y"].limit == pytest.approx(call.expected["y"].limit, rel=0.05)
+    assert ones.expected["grad x"].limit > call.expected["grad x"].limit

@@ -62,7 +62,9 @@ class Call:
     """Inputs that require a gradient."""
     expected: dict[str, Expected] = field(default_factory=dict)
     repeats: int = 1
-    """How often one value stands in an input or a gradient: so many elements of a result share one rounding."""
+    """How often one value stands in an input: at most so many elements of a result share one rounding."""
+    upstream_repeats: int = 1
+    """The same of what flows into backward, which outputs do not see."""
     well_posed: bool = True
     """Whether a kernel can be held to the limits: the family's own algorithm meets its cap, everything is finite, no
     result is zero because equal terms cancel (:func:`cancelled`), and (fp32) no exact result moves by half its limit
@@ -125,7 +127,8 @@ def expect(call: Call) -> Call:
     dtype = working_dtype(call.spec)
     exact = _evaluate(call, torch.float64, rounded=False)
     noise = _squared_errors(call, exact)
-    few = FEW if call.repeats == 1 else FEW_ROUNDINGS * call.repeats
+    most = max(call.repeats, call.upstream_repeats)
+    few = FEW if most == 1 else FEW_ROUNDINGS * most
     if dtype is not torch.float32 and any(effective_count(n) < few for n in noise.values()):
         draws = [noise] + [_squared_errors(other, None) for other in _neighbours(call, _NEIGHBOURS, 2.0**-6)]
         noise = {name: torch.stack([draw[name] for draw in draws]).mean(0) for name in noise}
@@ -133,7 +136,8 @@ def expect(call: Call) -> Call:
         source = call.tensors[name.removeprefix("grad ")] if name.startswith("grad ") else outputs[name]
         assert source is not None
         gradient_of = name.removeprefix("grad ") if name.startswith("grad ") else None
-        error, factor = _relative(noise[name], value), luck(max(effective_count(noise[name]) / call.repeats, 1.0))
+        repeats = call.repeats if gradient_of is None else most
+        error, factor = _relative(noise[name], value), luck(max(effective_count(noise[name]) / repeats, 1.0))
         fair = error <= max(tolerance.cap(call.spec.family, dtype, gradient_of), tolerance.FLOORS[dtype])
         call.well_posed &= fair and bool(value.isfinite().all())
         call.expected[name] = Expected(

@@ -208,7 +208,7 @@ def _changed(call: Call, twist: str, rng: random.Random) -> tuple[Call | None, t
     if twist == "ones":
         ones = {n: torch.ones_like(g) for n, g in call.upstream.items()}
         widest = max((_sizes(g)[-1] for g in ones.values() if g.ndim and g.numel()), default=1)
-        return dataclasses.replace(call, upstream=ones, expected={}, repeats=widest), ("", 0)
+        return dataclasses.replace(call, upstream=ones, expected={}, upstream_repeats=widest), ("", 0)
     if twist == "missing" and len(call.upstream) > 1:
         gone = rng.choice(sorted(call.upstream))
         rest = {n: g for n, g in call.upstream.items() if n != gone}
