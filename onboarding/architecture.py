@@ -71,6 +71,28 @@ class OperatorUse(Record):
     """Bytes that those operators move: what serving it without a kernel costs."""
 
 
+class Attention(Record):
+    """How a softmax attention is run by the class: what decides which library kernel can serve it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    implementation: str
+    """What transformers chooses for the class: ``sdpa``, or ``eager`` where the class supports nothing else."""
+    causal: bool
+    mask: bool
+    """A mask tensor is passed: what hides keys is more than causality."""
+    window: int | None = None
+    top_k: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    operators: int = 0
+    """Of one eager call in this phase: plain torch operators."""
+    flops: float = 0.0
+    """Of one eager call in this phase."""
+    bytes_moved: float = 0.0
+    """Of one eager call in this phase."""
+
+
 class GraphOperator(Record):
     """One row of the aggregated operator graph: an aten operator or a marked function, with its shapes."""
 
@@ -88,6 +110,8 @@ class GraphOperator(Record):
     """Digest of the operator spec that this row is a part of; empty where torch serves it."""
     matmul: bool = False
     """Runs on matrix units."""
+    attention: Attention | None = None
+    """For softmax attention behind an interface."""
 
 
 Component = Literal[

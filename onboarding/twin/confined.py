@@ -14,8 +14,10 @@ from onboarding.twin.plan import TwinPlan
 def plan_of(config: dict[str, Any], *, layers_at_least: int, sequence_length: int) -> dict[str, Any]:
     """The twin's plan as JSON holds it; see :func:`onboarding.twin.search.derive`."""
     from onboarding.twin.search import derive
+    from onboarding.twin.threads import one_thread
 
-    plan = derive(config, layers_at_least=layers_at_least, sequence_length=sequence_length)
+    with one_thread():
+        plan = derive(config, layers_at_least=layers_at_least, sequence_length=sequence_length)
     return dataclasses.asdict(plan)
 
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from onboarding.architecture import Architecture
+from onboarding.architecture import Architecture, Attention, GraphOperator
 from onboarding.devices import DEVICES, find_device
 from onboarding.examples import example_config
 from onboarding.problem import Problem
 from onboarding.stages.gaps.analyse import FAST, analyse_gaps
+from onboarding.stages.gaps.attention import FAST_ATTENTION, serve_attention
+from onboarding.stages.gaps.result import OperatorRow
 from onboarding.stages.parse.analyse import analyse
 
 TOKENS = 8192
@@ -112,3 +117,100 @@ def test_an_unknown_target_is_a_problem() -> None:
     with pytest.raises(Problem) as caught:
         find_device("tpu")
     assert caught.value.kind == "unknown-target"
+
+
+def _published(name: str) -> dict[str, Any]:
+    models = json.loads((Path(__file__).parents[1] / "parse" / "published_models.json").read_text())["models"]
+    found = next(model for model in models if model["name"].startswith(name))
+    return {**found["config"], "model_type": found["model_type"], "architectures": [found["architecture"]]}
+
+
+@cache
+def attention_rows(name: str) -> tuple[OperatorRow, ...]:
+    config = {**_published(name), "num_hidden_layers": 2}
+    config.pop("layer_types", None)
+    architecture = analyse(config, tokens=TOKENS, name=name).architecture
+    rows = analyse_gaps(architecture, find_device("h200")).rows
+    return tuple(row for row in rows if row.family == "attention")
+
+
+def test_a_class_without_sdpa_is_priced_as_the_torch_operators_it_runs() -> None:
+    # Gemma-2 softcaps its scores: its class says `_supports_sdpa = False`, and transformers takes its own eager code
+    rows = attention_rows("Gemma-2")
+    assert [row.name for row in rows] == [
+        "attention 16/8 x 256, window 4096, softcap 50",
+        "attention 16/8 x 256, softcap 50",
+    ]
+    for row in rows:
+        assert row.provider == "transformers eager attention"
+        assert row.gap
+        assert not row.digest
+        assert row.saving_ms > 0
+        # at least: scores written and read once in bf16, and again as fp32 probabilities, at the copy bandwidth
+        scores = 16 * TOKENS**2
+        assert row.provider_ms > 1e3 * (2 * 2 + 2 * 4) * scores / 4.27e12
+
+
+def test_gpt_oss_sinks_are_eager_too() -> None:
+    window, full = sorted(attention_rows("gpt-oss"), key=lambda row: row.floor_ms)
+    assert "sinks" in window.name
+    assert "window 128" in window.name
+    assert "sinks" in full.name
+    # the window leaves the square of scores as large as it is without
+    assert window.provider_ms == pytest.approx(full.provider_ms, rel=1e-6)
+    assert window.floor_ms < full.floor_ms / 10
+    assert window.gap
+    assert full.gap
+
+
+def test_a_window_is_a_mask_tensor_over_all_scores_for_sdpa() -> None:
+    (row,) = attention_rows("Mistral-7B")
+    assert row.name == "attention 32/8 x 128, window 4096, mask tensor"
+    assert row.provider == "torch sdpa with a mask tensor"
+    # measured on one H200, 32 heads of 128, T 8192, forward and backward under a mask tensor: 12.48 ms a call
+    assert row.provider_ms / row.calls == pytest.approx(12.48, rel=0.02)
+    assert row.gap
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "ms"),
+    # measured in the same run: causal, no mask tensor, 32 heads
+    [("Llama-3.1", "attention 32/8 x 128", 3.562), ("Kimi-Linear", "attention 32/32 x 192/128", 4.919)],
+)
+def test_causal_attention_is_served_by_a_fused_kernel_and_is_no_gap(name: str, words: str, ms: float) -> None:
+    architecture = kimi() if name == "Kimi-Linear" else analyse(_published(name), tokens=TOKENS).architecture
+    result = analyse_gaps(architecture, find_device("h200"))
+    (row,) = (row for row in result.rows if row.family == "attention")
+    assert row.name == words
+    assert row.provider_ms / row.calls == pytest.approx(ms, rel=0.02)
+    assert not row.gap
+    assert next(c for c in result.coverage if c.provider == "torch sdpa").fast
+
+
+def test_heads_wider_than_any_fast_kernel_takes_are_a_gap() -> None:
+    narrow, wide = (
+        GraphOperator(
+            name="attention",
+            shapes=", ".join([f"1x16x8192x{d}"] * 3),
+            role="mixer",
+            block="A",
+            phase="forward",
+            count=1,
+            flops=1e12,
+            bytes_moved=1e6,
+            attention=Attention(implementation="sdpa", causal=True, mask=False),
+        )
+        for d in (256, 512)
+    )
+    device = find_device("h200")
+    floor = device.floor_ms(1e12, 1e6)
+    fast, slow = (serve_attention([op], device, floor) for op in (narrow, wide))
+    assert floor / fast.ms >= FAST_ATTENTION > 0.1 > floor / slow.ms
+    assert "wider than 256" in slow.basis
+
+
+def test_what_no_family_covers_is_named_in_the_summary() -> None:
+    config = {**_published("Gemma-2"), "num_hidden_layers": 2}
+    result = analyse_gaps(analyse(config, tokens=TOKENS).architecture, find_device("h200"))
+    assert "2 of no template family" in result.summary
+    assert len(result.gaps) == sum(row.gap for row in result.rows) - 2

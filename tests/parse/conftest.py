@@ -6,11 +6,13 @@ from collections.abc import Callable
 from functools import cache
 
 import pytest
+import torch
 
 from onboarding.examples import example_config
 from onboarding.stages.parse.analyse import Parsed, analyse
 
 TOKENS = 8192
+torch.set_num_threads(1)  # twins are small: two threads wait for each other longer than they work
 
 
 @cache

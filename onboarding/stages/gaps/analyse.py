@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from kernel_templates.registry import load_spec
 from onboarding.architecture import Architecture, GraphOperator, OperatorUse
 from onboarding.devices import Device
+from onboarding.stages.gaps.attention import FAST_ATTENTION, attention_words, serve_attention
 from onboarding.stages.gaps.providers import (
-    ATTENTION_EFFICIENCY,
     EAGER_BANDWIDTH,
     LAUNCH_US,
     LINEAR_EFFICIENCY,
-    MASKED_ATTENTION_EFFICIENCY,
     Provided,
     eager_ms,
     serve_use,
@@ -63,13 +62,13 @@ def analyse_gaps(architecture: Architecture, device: Device) -> GapsResult:
     share = sum(row.share_time for row in gaps)
     return GapsResult(
         summary=(
-            f"{len(gaps)} operator specs without a fast provider: {share:.0%} of the step at T {tokens} on "
-            f"{device.name} (projection)"
+            f"{len(gaps)} operators without a fast provider{_without_family(gaps)}: {share:.0%} of the step at "
+            f"T {tokens} on {device.name} (projection)"
         ),
         target=device.key,
         sequence_length=tokens,
         rows=rows,
-        gaps=[row.digest for row in gaps if row.digest],  # a scan that no family covers has no spec to generate from
+        gaps=[row.digest for row in gaps if row.digest],  # what no family covers has no spec to generate from
         step_ms=step,
         coverage=coverage(rows),
         roofline=Roofline(tflops=device.tflops, bandwidth=device.bandwidth, basis=device.basis),
@@ -78,6 +77,16 @@ def analyse_gaps(architecture: Architecture, device: Device) -> GapsResult:
             f"{device.bandwidth:g} TB/s; {device.basis}), batch 1, forward and backward, no optimizer"
         ),
     )
+
+
+def _without_family(gaps: list[OperatorRow]) -> str:
+    alone = sum(not row.digest for row in gaps)
+    return f" ({alone} of no template family)" if alone else ""
+
+
+def _fast_from(row: OperatorRow) -> float:
+    """Share of the roofline from which on a provider is fast."""
+    return FAST_ATTENTION if row.family == "attention" else FAST
 
 
 def coverage(rows: list[OperatorRow]) -> list[Coverage]:
@@ -91,7 +100,7 @@ def coverage(rows: list[OperatorRow]) -> list[Coverage]:
             operators=len(served),
             share_time=sum(row.share_time for row in served),
             share_flops=sum(row.share_flops for row in served),
-            fast=sum(row.floor_ms for row in served) >= FAST * sum(row.provider_ms for row in served),
+            fast=sum(row.floor_ms for row in served) >= sum(_fast_from(row) * row.provider_ms for row in served),
         )
         for provider, served in by_provider.items()
     ]
@@ -146,7 +155,9 @@ def _groups(graph: list[GraphOperator], recurrent: dict[str, str]) -> list[_Grou
         if operator.use:
             continue
         kind = _kind(operator)
-        role = operator.name if kind in ("attention", "scan") else operator.role
+        role = operator.name if kind == "scan" else operator.role
+        if kind == "attention":
+            role = attention_words(operator)
         if operator.block in recurrent and operator.role == "mixer" and operator.name not in _PROJECTIONS:
             kind, role = "scan", recurrent[operator.block]
         groups.setdefault((kind, role), _Group(kind=kind, role=role, operators=[])).operators.append(operator)
@@ -178,8 +189,11 @@ def _group_row(group: _Group, device: Device) -> OperatorRow:
     forward = sum(op.count for op in group.operators if op.phase == "forward")
     provided = _provided(group, device, floor, flops, moved)
     ms = max(floor, provided.ms)
-    # a state along the sequence that no template family covers: a gap without a spec, whatever its loop costs
-    gap = group.kind == "scan" and any(word in group.role for word in ("recurrence", "scan", "mamba"))
+    # no template family covers these: gaps without a spec
+    if group.kind == "attention":
+        gap = floor < FAST_ATTENTION * ms
+    else:  # a state along the sequence, whatever its loop costs
+        gap = group.kind == "scan" and any(word in group.role for word in ("recurrence", "scan", "mamba"))
     return OperatorRow(
         digest="",
         name=_name(group),
@@ -221,18 +235,8 @@ def _provided(group: _Group, device: Device, floor: float, flops: float, moved: 
             ms=floor / LINEAR_EFFICIENCY,
             basis=f"assumed {LINEAR_EFFICIENCY:.0%} of the roofline (cuBLAS)",
         )
-    if group.kind == "attention" and " top " in group.role:
-        ms = _masked_attention_ms(group, device)
-        basis = (
-            f"every score is computed under a dense mask: {MASKED_ATTENTION_EFFICIENCY:.0%} of peak, measured on H200"
-        )
-        return Provided(provider="torch sdpa with a dense mask", ms=ms, basis=basis)
     if group.kind == "attention":
-        return Provided(
-            provider="torch sdpa",
-            ms=floor / ATTENTION_EFFICIENCY,
-            basis=f"assumed {ATTENTION_EFFICIENCY:.0%} of the roofline (FlashAttention, forward and backward)",
-        )
+        return serve_attention(group.operators, device, floor)
     basis = (
         f"{count:,} torch operators, {moved / 1e9:,.1f} GB, counted in the trace; at {EAGER_BANDWIDTH:.0%} of the "
         f"bandwidth and at least {LAUNCH_US:g} us a launch (assumed)"
@@ -241,14 +245,3 @@ def _provided(group: _Group, device: Device, floor: float, flops: float, moved: 
     return Provided(
         provider=names.get(group.kind, "torch eager"), ms=eager_ms(device, count, flops, moved), basis=basis
     )
-
-
-def _masked_attention_ms(group: _Group, device: Device) -> float:
-    """Attention that computes the whole square of scores although only the top k count."""
-    total = 0.0
-    for operator in group.operators:
-        query, _, value = ([int(n) for n in shape.split("x")] for shape in operator.shapes.split(", ")[:3])
-        b, h, t, d = query
-        square = 2.0 * b * h * t * t * (d + value[-1]) * (1.0 if operator.phase == "forward" else 2.5)
-        total += operator.count * square
-    return 1e3 * total / (device.tflops * 1e12 * MASKED_ATTENTION_EFFICIENCY)

@@ -16,7 +16,6 @@ LAUNCH_US = 5.0
 EAGER_BANDWIDTH = 0.85
 """Share of the copy bandwidth that torch's elementwise kernels reach (assumed)."""
 LINEAR_EFFICIENCY = 0.8
-ATTENTION_EFFICIENCY = 0.55
 MASKED_ATTENTION_EFFICIENCY = 0.26
 """Of the whole square of scores: measured on H200, attention with a dense mask, 64 heads of 256, T 8192: 84.8 ms."""
 

@@ -15,7 +15,7 @@ class OperatorRow(Record):
     """One operator spec (or a group of plain torch operators) and who serves it."""
 
     digest: str
-    """Operator spec digest; empty for operators that torch serves at full speed (linear, attention, embedding)."""
+    """Operator spec digest; empty for plain torch operators: most are served at full speed, the rest have no family."""
     name: str
     role: str
     family: str
@@ -44,7 +44,7 @@ class OperatorRow(Record):
     bound: Literal["", "compute", "memory"] = ""
     """Which of the two floors is the longer one on the target; empty in results of older versions."""
     gap: bool
-    """No fast provider: a kernel will be generated."""
+    """No fast provider: a kernel will be generated where there is a template family, that is a digest."""
     spec: dict[str, Any] | None = None
 
 

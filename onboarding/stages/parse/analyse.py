@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from onboarding.architecture import Architecture, BlockKind, GraphOperator, Growth
+from onboarding.architecture import Architecture, Attention, BlockKind, GraphOperator, Growth
 from onboarding.problem import Problem
 from onboarding.stages.parse.blame import blame
 from onboarding.stages.parse.build import build_config, build_model
@@ -277,6 +277,7 @@ def _graph(roles: ModelRoles, trace: Trace, owners: list[str], letters: dict[int
             operation.phase,
             owner,
             operation.matmul,
+            attention_of(operation),
         )
         row = rows.setdefault(key, [0.0, 0.0, 0.0])
         row[0] += repeats
@@ -291,12 +292,24 @@ def _graph(roles: ModelRoles, trace: Trace, owners: list[str], letters: dict[int
             phase=key[4],
             use=key[5],
             matmul=key[6],
+            attention=key[7],
             count=int(count),
             flops=flops,
             bytes_moved=moved,
         )
         for key, (count, flops, moved) in rows.items()
     ]
+
+
+def attention_of(operation: Operation) -> Attention | None:
+    """How an attention is run; None for other operators."""
+    if operation.leaf is None or operation.leaf.kind != "attention":
+        return None
+    facts = operation.leaf.facts
+    plain = facts["plain"][operation.phase] if "plain" in facts else None
+    names = ("implementation", "causal", "mask", "window", "top_k", "softcap", "sinks")
+    cost = {n: getattr(plain, n) for n in ("operators", "flops", "bytes_moved")} if plain else {}
+    return Attention(**{name: facts[name] for name in names}, **cost)
 
 
 def _shapes(shapes: tuple[tuple[int, ...], ...]) -> str:

@@ -167,11 +167,16 @@ def _apply_to_fakes(module: nn.Module, fn: Any, recurse: bool = True) -> nn.Modu
 
 
 def _construct(cls: Any, config: Any, dtype: torch.dtype) -> Any:
-    try:
-        model = cls._from_config(config, dtype=dtype, attn_implementation="sdpa")
-    except (ValueError, ImportError):  # the class has no sdpa path
-        model = cls._from_config(config, dtype=dtype, attn_implementation="eager")
-    return model
+    """The class with the attention that transformers chooses for it: SDPA where the class supports it, else eager."""
+    for implementation in (None, "sdpa"):
+        try:
+            return cls._from_config(config, dtype=dtype, attn_implementation=implementation)
+        except (
+            ValueError,
+            ImportError,
+        ):  # what the configuration names is not installed, or the class has no such path
+            continue
+    return cls._from_config(config, dtype=dtype, attn_implementation="eager")
 
 
 def _sub_configs(config: Any) -> list[Any]:

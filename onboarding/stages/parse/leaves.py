@@ -17,6 +17,7 @@ from unittest.mock import patch
 import torch
 from torch import nn
 from torch.nn import functional as F
+from transformers import masking_utils
 from transformers.integrations.moe import ExpertsInterface
 from transformers.modeling_utils import AttentionInterface
 
@@ -101,8 +102,14 @@ def _top_k_of(module: nn.Module) -> int | None:
     return None
 
 
-def attention_leaf(sink: Any) -> Callable[..., Any]:
-    """A replacement for every attention function: q [B, H, T, D], k, v [B, HK, S, D] -> [B, T, H, DV]."""
+def attention_leaf(sink: Any, implementation: str, plain: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    """A replacement for every attention function: q [B, H, T, D], k, v [B, HK, S, D] -> [B, T, H, DV].
+
+    Args:
+        sink: the tracer.
+        implementation: what transformers would run: ``sdpa``, ``eager`` ...
+        plain: the class's own torch code, where that is what would run: it is measured.
+    """
 
     def attention(
         module: nn.Module,
@@ -121,6 +128,22 @@ def attention_leaf(sink: Any) -> Callable[..., Any]:
         flops = 2.0 * b * h * pairs * (d + dv)
         tensors = (query, key, value)
         moved = tensor_bytes(tensors) + b * t * h * dv * value.element_size()
+        softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux") is not None
+        facts = {
+            "query_heads": h,
+            "key_heads": key.shape[1],
+            "window": window,
+            "top_k": top_k,
+            "causal": causal,
+            "sinks": sinks,
+            "softcap": softcap,
+            "mask": attention_mask is not None,
+            "implementation": implementation,
+        }
+        if plain is not None:
+            facts["plain"] = sink.measured(
+                lambda q, k, v: plain(module, q, k, v, attention_mask, *args, **kwargs), tensors
+            )
         call = LeafCall(
             kind="attention",
             name=f"attention top {top_k}" if top_k else "attention",
@@ -129,16 +152,7 @@ def attention_leaf(sink: Any) -> Callable[..., Any]:
             backward_flops=ATTENTION_BACKWARD * flops,
             bytes_moved=moved,
             backward_bytes=2 * moved,
-            facts={
-                "query_heads": h,
-                "key_heads": key.shape[1],
-                "window": window,
-                "top_k": top_k,
-                "causal": causal,
-                "sinks": kwargs.get("s_aux") is not None,
-                "softcap": kwargs.get("softcap"),
-                "dense_flops": 2.0 * b * h * visible_pairs(t, s, causal=causal, window=None) * (d + dv),
-            },
+            facts=facts,
         )
         out = run_leaf(sink, call, lambda: value.new_empty(b, t, h, dv), *tensors)
         return out, None
@@ -327,11 +341,20 @@ Replace = Callable[[MarkedFunction], Callable[..., Any] | None]
 @contextmanager
 def leaves_in_place(model: nn.Module, sink: Any, replace: Replace) -> Iterator[None]:
     """Route every marked function of the model's files and both interfaces to leaves."""
-    attention, experts = attention_leaf(sink), experts_leaf(sink)
+    experts = experts_leaf(sink)
+
+    def attention(_interface: Any, implementation: str | None, default: Callable[..., Any]) -> Callable[..., Any]:
+        own = default if implementation in (None, "eager") else None
+        return attention_leaf(sink, implementation or "eager", own)
+
     with ExitStack() as stack:
-        stack.enter_context(patch.object(AttentionInterface, "get_interface", lambda *_: attention))
+        stack.enter_context(patch.object(AttentionInterface, "get_interface", attention))
+        # one whole sequence without padding: what transformers finds by values, which fake tensors do not have, and
+        # what lets SDPA do without a mask tensor
+        stack.enter_context(patch.object(masking_utils, "find_packed_sequence_indices", lambda *_, **__: None))
+        stack.enter_context(patch.object(masking_utils, "is_tracing", lambda *_: False))
         stack.enter_context(patch.object(ExpertsInterface, "get_interface", lambda *_: experts))
-        direct = torch_attention_leaf(model, sink, attention)
+        direct = torch_attention_leaf(model, sink, attention_leaf(sink, "sdpa"))
         for module, name in [(F, "scaled_dot_product_attention"), *names_of_torch_attention(modeling_modules(model))]:
             stack.enter_context(patch.object(module, name, direct))
         for stacked in _own_experts(model):

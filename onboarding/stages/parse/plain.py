@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -39,21 +42,49 @@ def architecture_of(
     """
     from onboarding.stages.parse.analyse import analyse
     from onboarding.stages.parse.understand.prove import complete
+    from onboarding.twin.threads import one_thread
     from onboarding.weights.match import matched_weights
 
-    parsed = analyse(config, tokens=tokens, name=name)
-    weights = None
-    if tensors is not None:
-        entries = {
-            n: Entry(name=n, file=file, shape=tuple(shape) if shape is not None else None, dtype=dtype)
-            for n, file, shape, dtype in tensors
-        }
-        weights = matched_weights(parsed.model, entries)
+    with one_thread(), named_failure(config):
+        parsed = analyse(config, tokens=tokens, name=name)
+        weights = None
+        if tensors is not None:
+            entries = {
+                n: Entry(name=n, file=file, shape=tuple(shape) if shape is not None else None, dtype=dtype)
+                for n, file, shape, dtype in tensors
+            }
+            weights = matched_weights(parsed.model, entries)
+        architecture = complete(parsed.architecture, config)
     return {
-        "architecture": complete(parsed.architecture, config).model_dump(mode="json"),
+        "architecture": architecture.model_dump(mode="json"),
         "complete": parsed.trace.backward,
         "weights": weights,
     }
+
+
+@contextmanager
+def named_failure(config: dict[str, Any]) -> Iterator[None]:
+    """What a class or the parser itself raises and nothing else names, as a problem with the field where one is found.
+
+    Raises:
+        Problem: ``model-not-parsed``.
+    """
+    from onboarding.stages.parse.blame import blame
+
+    try:
+        yield
+    except Problem:
+        raise
+    except Exception as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        problem = Problem(
+            "model-not-parsed",
+            "this definition could not be parsed",
+            f"{type(error).__name__}: {' '.join(str(error).split())[:300]}, raised at {Path(frame.filename).name}:"
+            f"{frame.lineno}",
+        )
+        blame(problem, error, None, config)
+        raise problem from error
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,7 +36,7 @@ def torch_attention_leaf(model: nn.Module, sink: Any, attention: Callable[..., A
         module = model.get_submodule(sink.path)
         # what a mask hides cannot be read without values: in a language model it hides the future
         causal = is_causal or attn_mask is not None
-        out: torch.Tensor = attention(module, query, key, value, None, is_causal=causal, scaling=scale)[0]
+        out: torch.Tensor = attention(module, query, key, value, attn_mask, is_causal=causal, scaling=scale)[0]
         return out.transpose(1, 2)
 
     return scaled_dot_product_attention

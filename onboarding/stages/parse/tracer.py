@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -35,6 +35,15 @@ class Operation:
     bytes_moved: float
     matmul: bool
     leaf: LeafCall | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlainCost:
+    """What a function costs as plain torch operators, one after the other."""
+
+    operators: int
+    flops: float
+    bytes_moved: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,6 +238,41 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._guessed = True
             self.note("a count depends on values of the data; the traced path repeats each entry once")
             return args[0].new_zeros((args[0].numel(),), dtype=torch.int64)
+
+    def measured(self, function: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> dict[Phase, PlainCost]:
+        """What a function costs as plain torch operators, forward and backward; nothing of it is recorded here.
+
+        What it keeps for the backward is counted where the call stands.
+
+        Args:
+            function: of the tensors; what it returns, or the first of it, is taken back.
+            tensors: its inputs; each gets a gradient.
+        """
+        apart, kept = Tracer({}), dict[int, float]()
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            kept[_storage(tensor)] = float(tensor.untyped_storage().nbytes())
+            return tensor
+
+        inputs = [tensor.detach().requires_grad_() for tensor in tensors]
+        with self.silent(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), apart:
+            result = function(*inputs)
+            first = result if isinstance(result, torch.Tensor) else result[0]
+            apart.phase = "backward"
+            torch.autograd.grad(first, inputs, torch.empty_like(first))
+        there = {_storage(tensor) for tensor in inputs}
+        self.trace.saved[self.path] = self.trace.saved.get(self.path, 0.0) + sum(
+            size for storage, size in kept.items() if storage not in there
+        )
+        operations: dict[Phase, list[Operation]] = {"forward": [], "backward": []}
+        for operation in apart.trace.operations:
+            operations[operation.phase].append(operation)
+        return {
+            phase: PlainCost(
+                operators=len(ran), flops=sum(o.flops for o in ran), bytes_moved=sum(o.bytes_moved for o in ran)
+            )
+            for phase, ran in operations.items()
+        }
 
     def restart(self) -> None:
         """Forget what a failed attempt recorded."""
