@@ -206,6 +206,172 @@ def _forward_kernel(
         _store_rows(o_ptr, row, head_H, PART_V, o2_VH * factor_H[None, :], HEADS, V, PART_V)
 
 
+@triton.jit
+def _slots_by_head(
+    ptr, row, first, count, first_head, HEADS: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_H: tl.constexpr
+):
+    """P or dS [BLOCK_J, BLOCK_H] of a list's slots; what is not there is zero."""
+    slot_J = first + tl.arange(0, BLOCK_J)
+    head_H = first_head + tl.arange(0, BLOCK_H)
+    at_JH = slot_J[:, None] * HEADS + head_H[None, :]
+    if HEADS % BLOCK_H == 0:
+        tile_JH = tl.load(ptr + row * HEADS + at_JH, mask=(slot_J < count)[:, None], other=0.0)
+    else:
+        tile_JH = tl.load(
+            ptr + row * HEADS + at_JH, mask=(slot_J < count)[:, None] & (head_H < HEADS)[None, :], other=0.0
+        )
+    return tile_JH
+
+
+@triton.jit
+def _products(k_JD, q_HD, sum_JH, BLOCK_H: tl.constexpr):
+    """k q^T + sum [BLOCK_J, BLOCK_H]; heads are the product's rows where they fill them, so that fewer keys do."""
+    if BLOCK_H % 64 == 0:
+        found_JH = tl.trans(tl.dot(q_HD, tl.trans(k_JD), tl.trans(sum_JH), input_precision="ieee"))
+    else:
+        found_JH = tl.dot(k_JD, tl.trans(q_HD), sum_JH, input_precision="ieee")
+    return found_JH
+
+
+@triton.jit(do_not_specialize=["start", "tokens", "keys"])
+def _weights_kernel(
+    q_ptr,
+    q_rope_ptr,
+    k_ptr,
+    k_rope_ptr,
+    index_ptr,
+    count_ptr,
+    sink_ptr,
+    p_ptr,
+    shrink_ptr,
+    factor_ptr,
+    lse_ptr,
+    start,
+    tokens,
+    keys,
+    scale,
+    GROUPS: tl.constexpr,
+    HEADS: tl.constexpr,
+    LISTS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    FAR: tl.constexpr,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    V: tl.constexpr,
+    ROPE: tl.constexpr,
+    SINK: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_J: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """First half of a forward in two: e^(s - m) [tokens, G, K, HEADS] of the queries from ``start`` on, and lse [T, H].
+
+    m is the largest score up to and with a slot's tile: ``shrink`` [tokens, G, tiles, HEADS] takes what was summed
+    before a tile to the tile's m, ``factor`` [tokens, G, HEADS] the whole sum to the output. ``scale`` carries log2(e).
+    """
+    HEAD_BLOCKS: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
+    TILES: tl.constexpr = (SLOTS + BLOCK_J - 1) // BLOCK_J
+    program = tl.program_id(0)
+    local = (tokens - 1 - program // (GROUPS * HEAD_BLOCKS)).to(tl.int64)
+    token = start + local
+    group = program // HEAD_BLOCKS % GROUPS
+    first_head = program % HEAD_BLOCKS * BLOCK_H
+    head_H = first_head + tl.arange(0, BLOCK_H)
+    row = (token * GROUPS + group) * HEADS
+    place = local * GROUPS + group
+    listed = token * LISTS + group % LISTS
+    count = tl.load(count_ptr + listed)
+    q_HD = _head_rows(q_ptr, row, first_head, 0, HEADS, D, BLOCK_H, BLOCK_D)
+    if ROPE:
+        q_HR = _head_rows(q_rope_ptr, row, first_head, 0, HEADS, R, BLOCK_H, BLOCK_R)
+    top_H = tl.full((BLOCK_H,), LOWEST, tl.float32)
+    sum_H = tl.zeros((BLOCK_H,), tl.float32)
+    for first in range(0, count, BLOCK_J):
+        row_J, valid_J = _selected(index_ptr, listed, first, count, keys, group, GROUPS, SLOTS, FAR, BLOCK_J)
+        slot_J = first + tl.arange(0, BLOCK_J)
+        k_JD = _gathered(k_ptr, row_J, valid_J, 0, D, BLOCK_D)
+        s_JH = _products(k_JD, q_HD, tl.zeros((BLOCK_J, BLOCK_H), tl.float32), BLOCK_H)
+        if ROPE:
+            k_JR = _gathered(k_rope_ptr, row_J, valid_J, 0, R, BLOCK_R)
+            s_JH = _products(k_JR, q_HR, s_JH, BLOCK_H)
+        s_JH = tl.where(valid_J[:, None], s_JH * scale, -float("inf"))
+        new_H = tl.maximum(top_H, tl.max(s_JH, axis=0))
+        shrink_H = tl.exp2(top_H - new_H)
+        p_JH = tl.exp2(s_JH - new_H[None, :])
+        sum_H = sum_H * shrink_H + tl.sum(p_JH, axis=0)
+        top_H = new_H
+        at_JH = slot_J[:, None] * HEADS + head_H[None, :]
+        inside_JH = (slot_J < count)[:, None] & (head_H < HEADS)[None, :]
+        tl.store(p_ptr + place * SLOTS * HEADS + at_JH, p_JH.to(p_ptr.dtype.element_ty), mask=inside_JH)
+        tl.store(shrink_ptr + (place * TILES + first // BLOCK_J) * HEADS + head_H, shrink_H, mask=head_H < HEADS)
+    if SINK:
+        sink_H = tl.load(sink_ptr + group * HEADS + head_H, mask=head_H < HEADS, other=0.0).to(tl.float32) * LOG2E
+        new_H = tl.maximum(top_H, sink_H)
+        shrink_H = tl.exp2(top_H - new_H)
+        sum_H = sum_H * shrink_H + tl.exp2(sink_H - new_H)
+        top_H = new_H
+    else:
+        shrink_H = tl.full((BLOCK_H,), 1.0, tl.float32)
+    empty_H = sum_H == 0.0
+    total_H = tl.where(empty_H, 1.0, sum_H)
+    lse_H = tl.where(empty_H, float("inf"), top_H + tl.log2(total_H))
+    tl.store(lse_ptr + row + head_H, lse_H, mask=head_H < HEADS)
+    tl.store(factor_ptr + place * HEADS + head_H, shrink_H / total_H, mask=head_H < HEADS)
+
+
+@triton.jit(do_not_specialize=["start", "tokens", "keys"])
+def _values_kernel(
+    p_ptr,
+    shrink_ptr,
+    factor_ptr,
+    v_ptr,
+    index_ptr,
+    count_ptr,
+    o_ptr,
+    start,
+    tokens,
+    keys,
+    GROUPS: tl.constexpr,
+    HEADS: tl.constexpr,
+    LISTS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    FAR: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_J: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Second half: o [T, H, V], one block of columns a program, of what ``_weights_kernel`` left for its tiles."""
+    HEAD_BLOCKS: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
+    COLUMN_BLOCKS: tl.constexpr = (V + BLOCK_C - 1) // BLOCK_C
+    TILES: tl.constexpr = (SLOTS + BLOCK_J - 1) // BLOCK_J
+    program = tl.program_id(0)
+    first_column = program % COLUMN_BLOCKS * BLOCK_C
+    first_head = program // COLUMN_BLOCKS % HEAD_BLOCKS * BLOCK_H
+    group = program // (COLUMN_BLOCKS * HEAD_BLOCKS) % GROUPS
+    local = (tokens - 1 - program // (COLUMN_BLOCKS * HEAD_BLOCKS * GROUPS)).to(tl.int64)
+    token = start + local
+    place = local * GROUPS + group
+    listed = token * LISTS + group % LISTS
+    count = tl.load(count_ptr + listed)
+    head_H = first_head + tl.arange(0, BLOCK_H)
+    o_HC = tl.zeros((BLOCK_H, BLOCK_C), tl.float32)
+    for first in range(0, count, BLOCK_J):
+        row_J, valid_J = _selected(index_ptr, listed, first, count, keys, group, GROUPS, SLOTS, FAR, BLOCK_J)
+        p_JH = _slots_by_head(p_ptr, place * SLOTS, first, count, first_head, HEADS, BLOCK_J, BLOCK_H)
+        at_H = (place * TILES + first // BLOCK_J) * HEADS + head_H
+        shrink_H = tl.load(shrink_ptr + at_H, mask=head_H < HEADS, other=0.0)
+        v_JC = _gathered(v_ptr, row_J, valid_J, first_column, V, BLOCK_C)
+        o_HC = tl.dot(tl.trans(p_JH), v_JC, o_HC * shrink_H[:, None], input_precision="ieee")
+    factor_H = tl.load(factor_ptr + place * HEADS + head_H, mask=head_H < HEADS, other=0.0)
+    column_C = first_column + tl.arange(0, BLOCK_C)
+    at_HC = head_H[:, None] * V + column_C[None, :]
+    inside_HC = (head_H < HEADS)[:, None] & (column_C < V)[None, :]
+    o_HC *= factor_H[:, None]
+    tl.store(o_ptr + (token * GROUPS + group) * HEADS * V + at_HC, o_HC.to(o_ptr.dtype.element_ty), mask=inside_HC)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _delta_kernel(do_ptr, o_ptr, delta_ptr, rows, V: tl.constexpr, ROWS: tl.constexpr, BLOCK_V: tl.constexpr):
     """(a) delta [T H] = <do, o> of each head's row."""
@@ -234,16 +400,6 @@ def _sink_kernel(
         delta_RH = tl.load(delta_ptr + at_RH, mask=inside_RH, other=0.0)
         sum_H -= tl.sum(tl.exp2(sink_H[None, :] - lse_RH) * delta_RH, axis=0)
     tl.store(partial_ptr + tl.program_id(0) * HEADS + head_H, sum_H, mask=head_H < HEADS)
-
-
-@triton.jit
-def _products(k_JD, q_HD, sum_JH, BLOCK_H: tl.constexpr):
-    """k q^T + sum [BLOCK_J, BLOCK_H]; heads are the product's rows where they fill them, so that fewer keys do."""
-    if BLOCK_H % 64 == 0:
-        found_JH = tl.trans(tl.dot(q_HD, tl.trans(k_JD), tl.trans(sum_JH), input_precision="ieee"))
-    else:
-        found_JH = tl.dot(k_JD, tl.trans(q_HD), sum_JH, input_precision="ieee")
-    return found_JH
 
 
 @triton.jit(do_not_specialize=["start", "tokens", "all_tokens", "keys"])
@@ -333,23 +489,6 @@ def _slot_kernel(
             inside_JH = (slot_J < count)[:, None] & (head_H < HEADS)[None, :]
             tl.store(p_ptr + base + at_JH, p_JH.to(p_ptr.dtype.element_ty), mask=inside_JH)
             tl.store(ds_ptr + base + at_JH, ds_JH.to(ds_ptr.dtype.element_ty), mask=inside_JH)
-
-
-@triton.jit
-def _slots_by_head(
-    ptr, row, first, count, first_head, HEADS: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_H: tl.constexpr
-):
-    """P or dS [BLOCK_J, BLOCK_H] of a list's slots; what is not there is zero."""
-    slot_J = first + tl.arange(0, BLOCK_J)
-    head_H = first_head + tl.arange(0, BLOCK_H)
-    at_JH = slot_J[:, None] * HEADS + head_H[None, :]
-    if HEADS % BLOCK_H == 0:
-        tile_JH = tl.load(ptr + row * HEADS + at_JH, mask=(slot_J < count)[:, None], other=0.0)
-    else:
-        tile_JH = tl.load(
-            ptr + row * HEADS + at_JH, mask=(slot_J < count)[:, None] & (head_H < HEADS)[None, :], other=0.0
-        )
-    return tile_JH
 
 
 @triton.jit(do_not_specialize=["start", "tokens", "keys"])
@@ -610,6 +749,11 @@ def forward(tensors, spec, config):
     else:
         q_rope, k_rope = None, None
     heads = min(config["block_h"], _block(sizes["HEADS"]))
+    if config["forward_split"] and slots > 0:
+        _forward_in_two(tensors, outputs, saved, sizes, spec, config)
+        if spec.target:
+            outputs["target"] = _target(tensors, saved, sizes, spec, config)
+        return outputs, saved
     _forward_kernel[(tokens * sizes["GROUPS"] * triton.cdiv(sizes["HEADS"], heads),)](
         q,
         q_rope,
@@ -640,6 +784,69 @@ def forward(tensors, spec, config):
     if spec.target and slots > 0:
         outputs["target"] = _target(tensors, saved, sizes, spec, config)
     return outputs, saved
+
+
+def _forward_in_two(tensors, outputs, saved, sizes, spec, config):
+    """Fill o and lse by way of the weights of all slots, over chunks of queries whose weights fit the workspace."""
+    q, k, index = tensors["q"], tensors["k"], tensors["index"]
+    heads = min(config["block_h"], _block(sizes["HEADS"]))
+    blocks = triton.cdiv(sizes["HEADS"], heads)
+    columns = min(config["query_columns"], _block(sizes["V"]))
+    tile = config["score_slots"]
+    tokens, keys = q.shape[0], k.shape[0]
+    each = sizes["SLOTS"] * sizes["GROUPS"] * sizes["HEADS"] * q.element_size()
+    chunk = min(max(config["workspace_kib"] * 1024 // each, 1), tokens)
+    place = (chunk, sizes["GROUPS"])
+    p = q.new_empty((*place, sizes["SLOTS"], sizes["HEADS"]))
+    shrink = q.new_empty((*place, triton.cdiv(sizes["SLOTS"], tile), sizes["HEADS"]), dtype=torch.float32)
+    factor = q.new_empty((*place, sizes["HEADS"]), dtype=torch.float32)
+    known = {n: sizes[n] for n in ("GROUPS", "HEADS", "LISTS", "SLOTS", "FAR", "V")}
+    for start in range(0, tokens, chunk):
+        part = min(chunk, tokens - start)
+        _weights_kernel[(part * sizes["GROUPS"] * blocks,)](
+            q,
+            tensors["q_rope"] if spec.rope else None,
+            k,
+            tensors["k_rope"] if spec.rope else None,
+            index,
+            saved["counts"],
+            tensors["sink"] if spec.sink else None,
+            p,
+            shrink,
+            factor,
+            saved["lse"],
+            start,
+            part,
+            keys,
+            _scale(sizes, spec) * 1.4426950408889634,
+            **sizes,
+            ROPE=spec.rope,
+            SINK=spec.sink,
+            BLOCK_H=heads,
+            BLOCK_J=tile,
+            BLOCK_D=_block(sizes["D"]),
+            BLOCK_R=_block(sizes["R"]),
+            num_warps=config["score_warps"],
+            num_stages=config["score_stages"],
+        )
+        _values_kernel[(part * sizes["GROUPS"] * blocks * triton.cdiv(sizes["V"], columns),)](
+            p,
+            shrink,
+            factor,
+            tensors["v"] if spec.separate else k,
+            index,
+            saved["counts"],
+            outputs["o"],
+            start,
+            part,
+            keys,
+            **known,
+            BLOCK_H=heads,
+            BLOCK_J=tile,
+            BLOCK_C=columns,
+            num_warps=config["query_warps"],
+            num_stages=config["query_stages"],
+        )
 
 
 def _slot_pass(tensors, saved, do, delta, p, ds, target, start, tokens, sizes, spec, config):

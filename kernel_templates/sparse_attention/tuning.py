@@ -74,6 +74,7 @@ def _base(heads: int, columns: int, bytes_each: int) -> dict[str, Any]:
     base = {
         "block_h": block_h,
         "count_slots": 1024,
+        "forward_split": 0,
         "forward_slots": 64,
         "forward_columns": 256,
         "forward_warps": 8 if columns * block_h > 128 * 64 else 4,
