@@ -19,6 +19,7 @@ from torch import nn
 
 from runtime.checkpoint.state import local
 from runtime.config import RunConfig
+from runtime.experts.sites import find_experts
 from runtime.model import blocks, text_config
 from runtime.refusal import Refused
 
@@ -62,7 +63,8 @@ def plan(model: nn.Module, config: RunConfig, device: torch.device, output: Path
     """The budget of one rank.
 
     Args:
-        model: sharded, with or without memory.
+        model: sharded, with or without memory; or whole on the meta device, as in a dry run, and then its share is
+            counted.
         config: of the run.
         device: that it will run on.
         output: folder of the run, for the disk's free space.
@@ -71,17 +73,27 @@ def plan(model: nn.Module, config: RunConfig, device: torch.device, output: Path
     budget = Budget(available=available(device, output, config))
     parameters = list(model.parameters())
     trained = [p for p in parameters if p.requires_grad]
-    weights = sum(_bytes(p) for p in parameters)
-    adapters = sum(_bytes(p) for p in trained)
+    to_come = not any(_is_sharded(p) for p in parameters)
+    shards = world_size // config.parallel.dp_replicate if to_come else 1
+
+    def held(parameter: nn.Parameter) -> int:
+        """Elements on this rank; each shard is rounded up."""
+        return -(-local(parameter).numel() // shards)
+
+    weights = sum(held(p) * p.element_size() for p in parameters)
+    adapters = sum(held(p) * p.element_size() for p in trained)
     state = sum(
-        2 * 4 * local(p).numel() if p.ndim < 2 or config.optimizer.name == "adamw" else _bytes(p) for p in trained
+        held(p) * (2 * 4 if p.ndim < 2 or config.optimizer.name == "adamw" else p.element_size()) for p in trained
     )
-    found = [block for _, block in blocks(model)]
     gathered = 0
     if world_size > 1:
-        itemsize = itemsize_of(config)
-        whole = sorted((sum(p.numel() for p in b.parameters() if _is_sharded(p)) for b in found), reverse=True)
-        gathered = sum(whole[:2]) * itemsize  # the block that runs and the one that is fetched
+        # the block that runs and the one that is fetched; of experts, this rank's own
+        experts = {id(p): config.parallel.ep for site in find_experts(model) for p in site.experts.parameters()}
+        whole = [
+            sum(p.numel() // experts.get(id(p), 1) for p in block.parameters() if to_come or _is_sharded(p))
+            for _, block in blocks(model)
+        ]
+        gathered = sum(sorted(whole, reverse=True)[:2]) * itemsize_of(config)
     budget.device = {
         "weights": weights,
         "gradients": adapters,
@@ -175,10 +187,6 @@ def _saved(block: nn.Module) -> int:
         elif any(p.ndim == 1 for p in module._parameters.values() if p is not None):
             elements += 2 * sum(p.numel() for p in module._parameters.values() if p is not None and p.ndim == 1)
     return elements
-
-
-def _bytes(parameter: nn.Parameter) -> int:
-    return local(parameter).numel() * parameter.element_size()
 
 
 def _is_sharded(parameter: nn.Parameter) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,14 @@ from runtime_models import definition
 from torch import Tensor, nn
 
 from runtime import weights
-from runtime.config import ModelConfig
+from runtime.config import DataConfig, ModelConfig, RunConfig
+from runtime.memory import budget
 from runtime.memory.loss import install_loss, summed_loss
 from runtime.memory.offload import HostState
 from runtime.memory.recompute import recompute_blocks
 from runtime.memory.swap_cache import Counts, Profile, SwapCache
 from runtime.model import build, initial_values, read_definition
+from runtime.parallel.config import ParallelConfig
 
 CPU = torch.device("cpu")
 
@@ -108,8 +111,8 @@ def test_recomputed_blocks_give_the_same_bits_whatever_is_kept(
         assert found.keys() == wanted.keys()
         assert all(torch.equal(found[k], wanted[k]) for k in wanted)
     counts = cache.counts
-    for place, budget in (("device", device_kib << 10), ("host", host_kib << 10)):
-        assert cache.peak[place] <= budget
+    for place, most in (("device", device_kib << 10), ("host", host_kib << 10)):
+        assert cache.peak[place] <= most
     kept, hits = counts.kept.total() + counts.spilled.total(), counts.hits.total()
     assert hits <= kept
     if device_kib == host_kib == 0:
@@ -307,3 +310,26 @@ def test_state_on_the_host_updates_the_same_bits(kind: Any) -> None:
         return [p.detach() for p in parameters]
 
     assert all(torch.equal(a, b) for a, b in zip(weights_after(True), weights_after(False), strict=True))
+
+
+@pytest.mark.parametrize(("ranks", "ep", "replicas"), [(1, 1, 1), (4, 2, 1), (8, 4, 2)])
+def test_a_plan_before_sharding_counts_one_ranks_share(tmp_path: Path, ranks: int, ep: int, replicas: int) -> None:
+    """What ``--dry-run`` prints for many ranks, by hand."""
+    choice = ModelConfig(definition=str(definition(tmp_path, "qwen3-moe")), dtype="float32")
+    model = build(read_definition(tmp_path), choice, "cpu", storage=torch.float32)
+    config = RunConfig(
+        output="out",
+        steps=1,
+        model=choice,
+        data=DataConfig(files=("-",), sequence_length=16),
+        parallel=ParallelConfig(ep=ep, dp_replicate=replicas),
+    )
+    planned = budget.plan(model, config, CPU, tmp_path, ranks).device
+    shards = ranks // replicas
+    held = sum(math.ceil(p.numel() / shards) for p in model.parameters())
+    assert (planned["weights"], planned["gradients"], planned["optimizer"]) == (4 * held, 4 * held, 8 * held)
+    block = model.get_submodule("model.layers.0")
+    experts = sum(p.numel() for n, p in block.named_parameters() if ".experts." in n)
+    dense = sum(p.numel() for p in block.parameters()) - experts
+    assert experts > 0
+    assert planned["gathered weights"] == (0 if ranks == 1 else 2 * 4 * (dense + experts // ep))
