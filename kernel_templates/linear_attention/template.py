@@ -657,16 +657,17 @@ def head_gram_kernel(
 
 @triton.jit(do_not_specialize=["length", "per_sequence"])
 def scan_kernel(
-    k, v, k_decayed, k_ending, k_rows, end_rows, chunk_decay, solve, initial_state, final_state, states, values,
-    cu_seqlens, offsets, length, per_sequence,
+    q, k, v, q_decayed, k_decayed, k_ending, q_rows, k_rows, end_rows, chunk_decay, scores, solve,
+    initial_state, final_state, states, values, o, cu_seqlens, offsets, length, per_sequence,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, KP: tl.constexpr,
     BV: tl.constexpr, DECAY: tl.constexpr, DELTA: tl.constexpr, PACKED: tl.constexpr, INITIAL: tl.constexpr,
-    PRECISION: tl.constexpr,
+    OUTPUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The state over the chunks of one sequence, for one head and slice of V.
 
     V' = M (v - k_decayed S);  S <- e^G_C S + k_ending^T V'. Writes every chunk's starting state, V' (with the delta
-    rule; else it is v) and the final state. The chain from one state to the next is all there is: o is made apart.
+    rule; else it is v) and the final state. OUTPUT: and o = q_decayed S + P V', where shared memory has room for its
+    operands beside those of the chain from one state to the next; else output_kernel makes it.
     """
     slices = tl.cdiv(V, BV)
     v_column = (tl.program_id(0) % slices) * BV
@@ -712,6 +713,8 @@ def scan_kernel(
                 k_row_T1 = load_scalars(k_rows + token_head, 0, tokens, HV, C)
             if DECAY == "head":
                 decay = tl.load(chunk_decay + chunk_head)
+            if OUTPUT:
+                q_row_T1 = load_scalars(q_rows + token_head, 0, tokens, HV, C)
             k_TK = tl.load(k + key + at_TK, mask=in_TK, other=0.0)
         narrow_KV = state_KV.to(MMA)
         new_TV = tl.load(v + token_head * V + at_TV, mask=in_TV, other=0.0)
@@ -725,6 +728,16 @@ def scan_kernel(
             solve_TT = tl.load(solve + token_head * C + at_TT, mask=here_T1, other=0.0)
             new_TV = tl.dot(solve_TT, (new_TV - known_TV).to(MMA), input_precision=PRECISION)
         new_narrow_TV = new_TV.to(MMA)
+        if OUTPUT:
+            if DECAY == "channel":
+                q_TK = tl.load(q_decayed + key + at_TK, mask=in_TK, other=0.0)
+                o_TV = tl.dot(q_TK, narrow_KV, input_precision=PRECISION)
+            else:
+                q_TK = tl.load(q + key + at_TK, mask=in_TK, other=0.0)
+                o_TV = tl.dot(q_TK, narrow_KV, input_precision=PRECISION) * q_row_T1
+            score_TT = tl.load(scores + token_head * C + at_TT, mask=here_T1, other=0.0)
+            o_TV += tl.dot(score_TT, new_narrow_TV, input_precision=PRECISION)
+            tl.store(o + token_head * V + at_TV, o_TV.to(o.dtype.element_ty), mask=in_TV)
         if DELTA:
             tl.store(values + token_head * V + at_TV, new_narrow_TV, mask=in_TV)
         if DECAY == "channel":
@@ -1519,8 +1532,8 @@ def prepare(tensors, spec, config, made, chunks, scale):
     )  # fmt: skip
 
 
-def scan(tensors, spec, config, made, solve, offsets, final_state):
-    """Run ``scan_kernel`` into the tensors of :func:`states_like`; ``made`` has them and what it reads."""
+def scan(tensors, spec, config, made, offsets, final_state, o):
+    """Run ``scan_kernel`` into the tensors of :func:`states_like` and ``o``, None for none; ``made`` has the rest."""
     k, v, cu_seqlens = tensors["k"], tensors["v"], tensors.get("cu_seqlens")
     initial_state = tensors.get("initial_state")
     length, key_heads, key_dim = k.shape[1:]
@@ -1528,12 +1541,13 @@ def scan(tensors, spec, config, made, solve, offsets, final_state):
     chunk = config["chunk"]
     block = min(config["scan_bv"], padded(value_dim))
     scan_kernel[(final_state.shape[0] * heads * triton.cdiv(value_dim, block),)](
-        k, v, made.get("k_decayed"), made.get("k_ending"), made.get("k_rows"), made.get("end_rows"),
-        made.get("chunk_decay"), solve, initial_state, final_state, made["states"], made.get("values"),
+        tensors["q"], k, v, made.get("q_decayed"), made.get("k_decayed"), made.get("k_ending"),
+        made.get("q_rows"), made.get("k_rows"), made.get("end_rows"), made.get("chunk_decay"), made["scores"],
+        made.get("solve"), initial_state, final_state, made["states"], made.get("values"), o,
         cu_seqlens, offsets, length, triton.cdiv(length, chunk),
         H=key_heads, HV=heads, K=key_dim, V=value_dim, C=chunk, KP=padded(key_dim), BV=block,
         DECAY=spec.decay, DELTA=spec.delta, PACKED=cu_seqlens is not None, INITIAL=initial_state is not None,
-        PRECISION="ieee" if k.dtype == torch.float32 else "tf32",
+        OUTPUT=o is not None, PRECISION="ieee" if k.dtype == torch.float32 else "tf32",
         num_warps=config["scan_warps"], num_stages=config["scan_stages"],
     )  # fmt: skip
 
@@ -1592,16 +1606,17 @@ def forward(tensors, spec, config):
             DELTA=spec.delta, L2NORM=spec.qk_l2norm, PACKED=cu_seqlens is not None, PRECISION=precision,
             num_warps=config["gram_warps"], num_stages=config["gram_stages"], maxnreg=config["gram_registers"],
         )  # fmt: skip
-    scan(tensors, spec, config, made, saved.get("solve"), offsets, outputs["final_state"])
-    span = span_rows(tensors, config["output_rows"], chunk)
-    block = min(config["output_bv"], padded(value_dim))
-    output_kernel[(chunk_count(tensors, span) * triton.cdiv(value_dim, block), heads)](
-        q, made.get("q_decayed"), made.get("q_rows"), made["states"], made["values"] if spec.delta else v,
-        saved["scores"], outputs["o"], chunks, length, triton.cdiv(length, chunk), triton.cdiv(length, span),
-        H=key_heads, HV=heads, K=key_dim, V=value_dim, C=chunk, SPAN=span, KP=padded(key_dim), BV=block,
-        DECAY=spec.decay, PACKED=cu_seqlens is not None, PRECISION=precision,
-        num_warps=config["output_warps"],
-    )  # fmt: skip
+    scan(tensors, spec, config, made, offsets, outputs["final_state"], outputs["o"] if config["scan_output"] else None)
+    if not config["scan_output"]:
+        span = span_rows(tensors, config["output_rows"], chunk)
+        block = min(config["output_bv"], padded(value_dim))
+        output_kernel[(chunk_count(tensors, span) * triton.cdiv(value_dim, block), heads)](
+            q, made.get("q_decayed"), made.get("q_rows"), made["states"], made["values"] if spec.delta else v,
+            saved["scores"], outputs["o"], chunks, length, triton.cdiv(length, chunk), triton.cdiv(length, span),
+            H=key_heads, HV=heads, K=key_dim, V=value_dim, C=chunk, SPAN=span, KP=padded(key_dim), BV=block,
+            DECAY=spec.decay, PACKED=cu_seqlens is not None, PRECISION=precision,
+            num_warps=config["output_warps"],
+        )  # fmt: skip
     return outputs, saved
 
 
@@ -1650,7 +1665,7 @@ def backward(tensors, saved, grads, needs, spec, config):
     if not config["keep_states"]:
         made.update(states_like(tensors, spec, config))
         final_state = q.new_empty((sequences, heads, key_dim, value_dim), dtype=torch.float32)
-        scan(tensors, spec, config, made, saved.get("solve"), offsets, final_state)
+        scan(tensors, spec, config, made, offsets, final_state, None)
     states = made["states"]
     values = made["values"] if spec.delta else v
     grad_v = torch.empty_like(v, memory_format=torch.contiguous_format)

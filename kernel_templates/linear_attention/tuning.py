@@ -27,6 +27,7 @@ BASE: dict[str, Any] = {
     "gram_stages": 1,
     "gram_registers": None,
     "scan_bv": 32,
+    "scan_output": 0,
     "scan_warps": 4,
     "scan_stages": 3,
     "output_rows": 64,
