@@ -14,6 +14,7 @@ import random
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict
@@ -53,6 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     chosen = drawn(options.only, options.draw, options.seed)
     results: dict[str, Any] = header(settings, options.responder, options.seed, chosen)
+    results["operators"] = earlier(options.out, results)
     write(options.out, results)  # what was drawn stands there before anything is tried
     send = _sdk(settings.llm)
     if options.cassette is not None:
@@ -61,7 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
     bench = Solo(settings=settings, options=JobOptions(policy="llm", profile="standard"), send=send)
 
     with ThreadPoolExecutor(max(1, options.parallel)) as pool:
-        running = {pool.submit(evaluate, bench, name): name for name in chosen}
+        running = {pool.submit(evaluate, bench, name): name for name in chosen if name not in results["operators"]}
         for ended in as_completed(running):
             name, row = running[ended], ended.result()
             results["operators"][name] = row
@@ -86,6 +88,15 @@ def drawn(only: str, draw: int, seed: int) -> list[str]:
     return sorted(random.Random(seed).sample(every, min(draw or len(every), len(every))))
 
 
+def earlier(out: Path, results: dict[str, Any]) -> dict[str, Any]:
+    """What an earlier start of the same run has finished; what broke off is tried again."""
+    if not out.is_file():
+        return {}
+    before = json.loads(out.read_text())
+    same = all(before.get(name) == results[name] for name in ("drawn", "seed", "model", "responder"))
+    return {name: row for name, row in before["operators"].items() if "broken" not in row} if same else {}
+
+
 def header(settings: Settings, responder: str, seed: int, chosen: list[str]) -> dict[str, Any]:
     """What the results were made with."""
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
@@ -105,9 +116,23 @@ def header(settings: Settings, responder: str, seed: int, chosen: list[str]) -> 
 
 
 def evaluate(bench: Solo, name: str) -> dict[str, Any]:
-    """One operator's row."""
+    """One operator's row; a fault of ours ends this operator, not the run."""
     spec, begin = suite.load(name), time.monotonic()
-    solved = bench.search(spec)
+    try:
+        solved = bench.search(spec)
+    except Exception as error:
+        traceback.print_exc()
+        job_id = bench.job(spec)
+        broken = Solved(
+            accepted=False,
+            reason=f"broken off by a fault that is not the candidate's: {type(error).__name__}: {error}"[:600],
+            verdict=None,
+            source="",
+            tries=bench.tries(job_id, spec.digest()),
+            spent=bench.store.spent(job_id=job_id),
+            job_id=job_id,
+        )
+        return row_of(broken, time.monotonic() - begin) | {"speed": None, "broken": True}
     row = row_of(solved, time.monotonic() - begin)
     row["speed"] = timed(solved.source, name) if solved.accepted and torch.cuda.is_available() else None
     return row

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from kernel_templates.case import Case
+from kernel_templates.novel import Dim, NovelSpec
 from kernel_templates.registry import family_module
 from kernel_templates.spec import OperatorSpec
 from onboarding.stages.judge.structure import CONTRACT
@@ -170,6 +171,18 @@ class _Maker:
         """The size that grows with the data, not a batch or a number of heads."""
         self.free = sorted(names, key=lambda n: n != self.main)
 
+    def _dim(self, name: str) -> Dim | None:
+        """What a novel operator's signature says of a size; None for a size of a family."""
+        return self.spec.call.dims.get(name) if isinstance(self.spec, NovelSpec) else None
+
+    def _smallest(self, name: str) -> int:
+        dim = self._dim(name)
+        return 1 if dim is None else min(dim.choices, default=max(1, dim.least))
+
+    def _permits(self, name: str, size: int) -> bool:
+        dim = self._dim(name)
+        return dim is None or (size in dim.choices if dim.choices else size >= dim.least)
+
     def published(self) -> list[Case]:
         """The spec's sizes at their own values, together where that is small enough, else one after the other."""
         if self.level == "compiled":  # the families have them already
@@ -214,10 +227,13 @@ class _Maker:
             ),
         )
         for small in order:
-            dims = dict.fromkeys(self.free, 1) | {n: s for n, s in small.dims.items() if n not in self.free}
+            dims = {n: self._smallest(n) for n in self.free}
+            dims |= {n: s for n, s in small.dims.items() if n not in self.free}
             if self.main:
                 dims[self.main] = min(20, max(small.dims[self.main], 3))
             dims = {n: (dims | change)[n] for n in small.dims}
+            if not all(self._permits(n, size) for n, size in dims.items()):
+                continue
             try:
                 own: dict[str, Any] = {n: s for n, s in dims.items() if n in fixed}
                 self.spec.resized(**own)
