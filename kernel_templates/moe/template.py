@@ -404,29 +404,60 @@ def _spread_kernel(
 
 
 @triton.jit
+def _transposed(ptr, row, exists, column, WIDTH: tl.constexpr):
+    """Rows of [R, WIDTH] as columns; zeros outside."""
+    at = ptr + row.to(tl.int64)[None, :] * WIDTH + column[:, None]
+    return tl.load(at, mask=exists[None, :] & (column < WIDTH)[:, None], other=0.0)
+
+
+@triton.jit
+def _plain_rows(ptr, row, exists, column, WIDTH: tl.constexpr):
+    """Rows of [R, WIDTH]; zeros outside."""
+    at = ptr + row.to(tl.int64)[:, None] * WIDTH + column[None, :]
+    return tl.load(at, mask=exists[:, None] & (column < WIDTH)[None, :], other=0.0)
+
+
+@triton.jit
+def _store_weight_grad(out, acc_PQ, expert, first_p, q, P: tl.constexpr, Q: tl.constexpr, BLOCK_P: tl.constexpr):
+    """One tile of out [E, P, Q]."""
+    p = tl.arange(0, BLOCK_P)
+    tl.store(
+        out + (expert.to(tl.int64) * P + first_p) * Q + (p[:, None] * Q + q[None, :]),
+        acc_PQ.to(out.dtype.element_ty),
+        mask=(first_p + p < P)[:, None] & (q < Q)[None, :],
+    )
+
+
+@triton.jit
 def _weight_grad_kernel(
     left, right, out, slot_of_row, offsets,
     K: tl.constexpr, P: tl.constexpr, Q: tl.constexpr, GATHER_LEFT: tl.constexpr, GATHER_RIGHT: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr, MORE_P: tl.constexpr, MORE_Q: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """out[e, p, q] = sum over rows r of e of left[r, p] right[r, q]; a gathered operand is read at the row's token.
 
+    A tile has BLOCK_P + MORE_P by BLOCK_Q + MORE_Q elements (one MORE is 0): its sides need not be powers of two.
     An expert without rows gets zeros. Rows past the expert's last belong to its neighbour: both operands are masked,
     since zero times infinity is NaN.
     """
-    TILES_P: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
-    TILES_Q: tl.constexpr = (Q + BLOCK_Q - 1) // BLOCK_Q
+    TILES_P: tl.constexpr = (P + BLOCK_P + MORE_P - 1) // (BLOCK_P + MORE_P)
+    TILES_Q: tl.constexpr = (Q + BLOCK_Q + MORE_Q - 1) // (BLOCK_Q + MORE_Q)
     program = tl.program_id(0)
     expert = program // (TILES_P * TILES_Q)
     local = program % (TILES_P * TILES_Q)
-    first_p = (local % TILES_P) * BLOCK_P
+    first_p = (local % TILES_P) * (BLOCK_P + MORE_P)
+    first_q = (local // TILES_P) * (BLOCK_Q + MORE_Q)
     p = first_p + tl.arange(0, BLOCK_P)
-    q = (local // TILES_P) * BLOCK_Q + tl.arange(0, BLOCK_Q)
-    p_exists = p < P
-    q_exists = q < Q
+    q = first_q + tl.arange(0, BLOCK_Q)
     start = tl.load(offsets + expert)
     end = tl.load(offsets + expert + 1)
     acc_PQ = tl.zeros((BLOCK_P, BLOCK_Q), tl.float32)
+    if MORE_P > 0:
+        more_p = first_p + BLOCK_P + tl.arange(0, MORE_P)
+        more_PQ = tl.zeros((MORE_P, BLOCK_Q), tl.float32)
+    if MORE_Q > 0:
+        more_q = first_q + BLOCK_Q + tl.arange(0, MORE_Q)
+        more_PQ = tl.zeros((BLOCK_P, MORE_Q), tl.float32)
     for first in range(start, end, BLOCK_R):
         row = first + tl.arange(0, BLOCK_R)
         exists = row < end
@@ -436,22 +467,20 @@ def _weight_grad_kernel(
             left_row = tl.load(slot_of_row + row, mask=exists, other=0) // K
         if GATHER_RIGHT:
             right_row = tl.load(slot_of_row + row, mask=exists, other=0) // K
-        left_PR = tl.load(
-            left + left_row.to(tl.int64)[None, :] * P + p[:, None],
-            mask=exists[None, :] & p_exists[:, None],
-            other=0.0,
-        )
-        right_RQ = tl.load(
-            right + right_row.to(tl.int64)[:, None] * Q + q[None, :],
-            mask=exists[:, None] & q_exists[None, :],
-            other=0.0,
-        )
+        left_PR = _transposed(left, left_row, exists, p, P)
+        right_RQ = _plain_rows(right, right_row, exists, q, Q)
         acc_PQ = tl.dot(left_PR, right_RQ, acc_PQ, input_precision="ieee")
-    tl.store(
-        out + (expert.to(tl.int64) * P + first_p) * Q + (tl.arange(0, BLOCK_P)[:, None] * Q + q[None, :]),
-        acc_PQ.to(out.dtype.element_ty),
-        mask=p_exists[:, None] & q_exists[None, :],
-    )
+        if MORE_P > 0:
+            more_PR = _transposed(left, left_row, exists, more_p, P)
+            more_PQ = tl.dot(more_PR, right_RQ, more_PQ, input_precision="ieee")
+        if MORE_Q > 0:
+            more_RQ = _plain_rows(right, right_row, exists, more_q, Q)
+            more_PQ = tl.dot(left_PR, more_RQ, more_PQ, input_precision="ieee")
+    _store_weight_grad(out, acc_PQ, expert, first_p, q, P, Q, BLOCK_P)
+    if MORE_P > 0:
+        _store_weight_grad(out, more_PQ, expert, first_p + BLOCK_P, q, P, Q, MORE_P)
+    if MORE_Q > 0:
+        _store_weight_grad(out, more_PQ, expert, first_p, more_q, P, Q, BLOCK_P)
 
 
 @triton.jit
@@ -883,10 +912,22 @@ def backward(tensors, saved, grads, needs, spec, config):
     return found
 
 
+def longer(size, block, more):
+    """``more`` if tiles of block + more cover ``size`` with no more padding than tiles of ``block``, else 0."""
+    wide = block + more
+    return more if triton.cdiv(size, wide) * wide <= triton.cdiv(size, block) * block else 0
+
+
 def _weight_grad(left, right, out, saved, top_k, gather_left, gather_right, config):
-    """out[e] = left^T right over the rows of e; a gathered operand is in token order."""
+    """out[e] = left^T right over the rows of e; a gathered operand is in token order.
+
+    Tiles are longer by ``weight_more`` along the side where that adds nothing to compute.
+    """
     experts, p, q = out.shape
-    grid = (experts * triton.cdiv(p, config["weight_p"]) * triton.cdiv(q, config["weight_q"]),)
+    more_p, more_q = 0, longer(q, config["weight_q"], config["weight_more"])
+    if more_q == 0:
+        more_p = longer(p, config["weight_p"], config["weight_more"])
+    grid = (experts * triton.cdiv(p, config["weight_p"] + more_p) * triton.cdiv(q, config["weight_q"] + more_q),)
     _weight_grad_kernel[grid](
         left,
         right,
@@ -900,6 +941,8 @@ def _weight_grad(left, right, out, saved, top_k, gather_left, gather_right, conf
         GATHER_RIGHT=gather_right,
         BLOCK_P=config["weight_p"],
         BLOCK_Q=config["weight_q"],
+        MORE_P=more_p,
+        MORE_Q=more_q,
         BLOCK_R=config["weight_r"],
         num_warps=config["weight_warps"],
         num_stages=config["weight_stages"],

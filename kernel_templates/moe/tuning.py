@@ -31,6 +31,9 @@ def space(spec: Spec, sizes: dict[str, int]) -> list[dict[str, Any]]:
         # rows of a gathered operand are loaded after their numbers: twice the stages for as many tiles in flight
         for r, stages, copy in ((32, 7, False), (64, 5, False), (32, 6, True), (64, 4, True)):
             variants.append({"weight_p": p, "weight_q": q, "weight_r": r, "weight_stages": stages, "weight_copy": copy})
+    for warps, stages in ((4, 3), (4, 4), (8, 4), (8, 5)):
+        variants.append({"weight_more": 64, "weight_warps": warps, "weight_stages": stages, "weight_copy": True})
+        variants.append({"weight_warps": warps, "weight_stages": stages, "weight_copy": True})
     for block_m in (32, 64, 128):
         warps = 4 if block_m < 128 else 8
         variants.append(
@@ -54,7 +57,7 @@ def fits(config: dict[str, Any], bytes_each: int) -> bool:
     tiles = {
         "up": (m, 2 * config["up_n"], config["up_k"]),
         "rows": (m, config["rows_n"], config["rows_k"]),
-        "weight": (config["weight_p"], config["weight_q"], config["weight_r"]),
+        "weight": (config["weight_p"], config["weight_q"] + config["weight_more"], config["weight_r"]),
     }
     buffers = {kernel: config[f"{kernel}_stages"] for kernel in tiles}
     if not config["weight_copy"]:
@@ -91,6 +94,7 @@ def _base(rows: int, depth: int) -> dict[str, Any]:
         "grad_n": 512,
         "weight_p": 128,
         "weight_q": 128,
+        "weight_more": 0,
         "weight_r": 32,
         "weight_warps": 8,
         "weight_stages": 7,

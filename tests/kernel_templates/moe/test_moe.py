@@ -48,8 +48,9 @@ FLAGS: dict[str, dict[str, Any]] = {
 # smaller than every case: each loop and each grid axis takes more than one step
 SMALL_TILES = load(CONFIGS)["interpreter"][0].config | {
     "block_m": 32, "tail_m": 16, "up_n": 16, "up_k": 16, "rows_n": 16, "rows_k": 16,
-    "grad_r": 16, "grad_n": 16, "spread_r": 8, "spread_d": 16, "weight_copy": True,
-    "weight_p": 16, "weight_q": 16, "weight_r": 16, "combine_t": 8, "combine_d": 16, "route_block": 16, "tile_block": 4,
+    "grad_r": 16, "grad_n": 16, "spread_r": 8, "spread_d": 16,
+    "weight_p": 16, "weight_q": 16, "weight_more": 0, "weight_r": 16, "weight_copy": True,
+    "combine_t": 8, "combine_d": 16, "route_block": 16, "tile_block": 4,
     "score_block": 16, "score_d": 16, "bias_r": 16, "bias_n": 16,
 }  # fmt: skip
 
@@ -133,6 +134,14 @@ def test_many_small_tiles(flags: str) -> None:
     spec = _spec(**FLAGS[flags])
     tensors, dy = _make(spec, _case(23, 3, 4, 37, 41, "absent"))
     _check(spec, tensors, dy, _bound(spec, SMALL_TILES))
+
+
+def test_tiles_of_weight_gradients_that_are_no_powers_of_two() -> None:
+    """Tiles of 16 + 8: 48 columns of dW1 and 48 rows of dW2 are two of them; 64 and 32 are not whole ones."""
+    spec = _spec()
+    tensors, dy = _make(spec, _case(23, 3, 4, 48, 16, "absent"))
+    assert (template.longer(48, 16, 8), template.longer(64, 16, 8), template.longer(32, 16, 8)) == (8, 0, 0)
+    _check(spec, tensors, dy, _bound(spec, SMALL_TILES | {"weight_more": 8}))
 
 
 def test_fp16_and_wide_scores() -> None:
