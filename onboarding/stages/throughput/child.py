@@ -13,6 +13,7 @@ import json
 import statistics
 import sys
 from collections.abc import Iterator
+from itertools import count as count_from
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ import torch
 from pydantic import BaseModel
 from torch import nn
 
+from onboarding.stages.throughput import lengths
 from onboarding.stages.throughput.breakdown import BlockTimes, Clock
 from onboarding.stages.throughput.cut import cut
 from onboarding.twin import TwinPlan, build
@@ -69,6 +71,8 @@ class Job(BaseModel):
     """Kernels of the bundle to put in."""
     adapters: bool
     code: str | None = None
+    lengths: bool = False
+    """Whether rows of growing length are tried, too."""
 
 
 def main(arguments: list[str]) -> int:
@@ -103,7 +107,29 @@ def measure(job: Job) -> dict[str, Any]:
         gc.collect()  # patched forwards hold their model in a cycle
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    return {"sizes": plan.sizes, "layers": list(plan.layers), "runs": runs, "bundle_failure": failure}
+    longer, reason = [], ""
+    if job.lengths and device.type == "cpu":
+        try:
+            longer = lengths.on_cpu(
+                lambda dtype: build(plan, dtype=dtype, seed=job.seed), lambda length: row(job, length)
+            )
+        except Exception as error:  # what was measured before stays worth telling
+            reason = f"{type(error).__name__}: {str(error)[:300]}"
+    elif job.lengths:
+        longer = runs[-1].pop("lengths")
+    return {
+        "sizes": plan.sizes,
+        "layers": list(plan.layers),
+        "runs": runs,
+        "bundle_failure": failure,
+        "lengths": longer,
+        "lengths_reason": reason,
+    }
+
+
+def row(job: Job, length: int) -> torch.Tensor:
+    """Token ids of real text, int64 [1, length]."""
+    return next(iter(byte_batches(standard_library_sources(), 1, length, job.seed)))
 
 
 def memory_of(device: torch.device) -> int:
@@ -153,13 +179,23 @@ def train(job: Job, plan: TwinPlan, bundle: str | None, device: torch.device) ->
     labels = [job.labels[layer] if layer < len(job.labels) else "" for layer in plan.layers]
     apart = [taken_apart(stepper, blocks, labels, clock, next(rows), job.warm + job.steps + n) for n in range(1, 4)]
     breakdown = sorted(apart, key=total)[1]
+    peak = measured(device)["device"]
+    longer = []
+    if job.lengths and device.type == "cuda":
+        numbers = count_from(job.warm + job.steps + 4)
+        longer = lengths.on_gpu(
+            lambda length: stepper.run(next(numbers), [rows_of(row(job, length + 1))]).loss,
+            2 * job.sequence_length,
+            device,
+        )
     return {
         "bundle": bundle is not None,
+        "lengths": longer,
         "times_ms": times,
         "losses": losses,
         "median_ms": statistics.median(times),
         "flops_per_token": flops,
-        "peak_bytes": measured(device)["device"],
+        "peak_bytes": peak,
         "kernels": sum(applied.ran().values()) if applied is not None else 0,
         "breakdown": breakdown,
     }
@@ -209,15 +245,20 @@ def put_in(model: nn.Module, bundle: str, digests: list[str]) -> Any:
 
 def batches(job: Job) -> Iterator[Rows]:
     """Rows of real text, each one document."""
-    length = job.sequence_length
-    for ids in byte_batches(standard_library_sources(), job.batch, length + 1, job.seed):
-        yield Rows(
-            ids=ids[:, :-1],
-            labels=ids[:, 1:],
-            positions=torch.arange(length).expand(job.batch, length),
-            mask=torch.ones(job.batch, length, dtype=torch.bool),
-            lengths=tuple((length,) for _ in range(job.batch)),
-        )
+    for ids in byte_batches(standard_library_sources(), job.batch, job.sequence_length + 1, job.seed):
+        yield rows_of(ids)
+
+
+def rows_of(ids: torch.Tensor) -> Rows:
+    """Each row of ids [B, T + 1] as one document of T tokens."""
+    batch, length = ids.shape[0], ids.shape[1] - 1
+    return Rows(
+        ids=ids[:, :-1],
+        labels=ids[:, 1:],
+        positions=torch.arange(length).expand(batch, length),
+        mask=torch.ones(batch, length, dtype=torch.bool),
+        lengths=tuple((length,) for _ in range(batch)),
+    )
 
 
 if __name__ == "__main__":

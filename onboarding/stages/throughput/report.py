@@ -28,6 +28,17 @@ class Run(BaseModel):
     breakdown: list[Row]
 
 
+class Length(BaseModel):
+    """What the child reports of one length."""
+
+    tokens: int = Field(gt=0)
+    seconds: float
+    bytes: int
+    loss: float
+    loss_error: float | None = None
+    gradient_error: float | None = None
+
+
 class Report(BaseModel):
     """Its whole report."""
 
@@ -36,3 +47,6 @@ class Report(BaseModel):
     runs: list[Run] = Field(min_length=1)
     bundle_failure: str = ""
     """Why the run with the bundle is missing."""
+    lengths: list[Length] = Field(default_factory=list)
+    lengths_reason: str = ""
+    """Why longer rows were not tried to the end."""

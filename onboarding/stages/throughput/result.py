@@ -91,6 +91,34 @@ class Baseline(Record):
         return "; ".join(f"{run.name}: {run.regressed}" for run in self.runs if run.regressed)
 
 
+class LengthRow(Record):
+    """One row of so many tokens, forward and backward."""
+
+    tokens: int
+    seconds: float
+    bytes: int
+    """On a CPU what backward reads, each storage once; on a GPU the allocator's peak, weights and all."""
+    loss: float
+    loss_error: float | None = None
+    """Float32 against float64, relative; None on a GPU."""
+    gradient_error: float | None = None
+    """The same of all gradients together, by norm."""
+
+
+class Lengths(Record):
+    """How memory and error grow with the context."""
+
+    rows: list[LengthRow]
+    exponent: float | None = None
+    """Memory grows with this power of the length (constants aside), by the last three lengths."""
+    expected: float | None = None
+    """The same by the traced model's law."""
+    error_exponent: float | None = None
+    """The gradients' error grows with this power of the length, from the shortest to the longest."""
+    words: str
+    """What that says."""
+
+
 class ThroughputResult(StageResult):
     """``trained`` is ``twin`` (reduced twin) or ``slice`` (the published width, fewer layers)."""
 
@@ -116,6 +144,8 @@ class ThroughputResult(StageResult):
     """The step that was taken apart: its rows add up to this. It is one more step than those of ``runs``."""
     profile: str = ""
     """Of the job: how many steps were timed."""
+    lengths: Lengths | None = None
+    """None where longer rows were not tried; ``not_measured`` says why."""
     baseline: Baseline | None = None
     """None where no earlier job measured the same thing."""
     points: list[RooflinePoint] = Field(default_factory=list)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable
+from math import isfinite, log2
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +24,20 @@ from onboarding.stages.gaps.result import Roofline
 from onboarding.stages.package.trial import accepted, write_trial_bundle
 from onboarding.stages.parse.result import ParseResult
 from onboarding.stages.throughput.baseline import compared
+from onboarding.stages.throughput.growth import exponent
 from onboarding.stages.throughput.report import Report, Run
-from onboarding.stages.throughput.result import LayerTime, RooflinePoint, ThroughputResult, Training
+from onboarding.stages.throughput.result import LayerTime, LengthRow, Lengths, RooflinePoint, ThroughputResult, Training
 
 LIMITS = Limits(wall_s=900.0, memory_bytes=8 * 2**30)
 GPU_LIMITS = Limits(wall_s=1500.0, memory_bytes=96 * 2**30, processes=512, scratch_bytes=8 * 2**30)
 STEPS = {"quick": (1, 3)}
 """Warm-up and timed steps by profile."""
 OTHER_STEPS = (2, 8)
+QUICK = "left out by the quick profile; the standard one does it"
+AS_THE_LAW = 0.2
+"""Difference of exponents: the twin's constants and its masks weigh more than the published model's."""
+RANDOM_WALK = 0.75
+"""Rounding errors that are independent add up with the square root of their number; half as much again is room."""
 GPU_LENGTH = 8192
 CORPUS = "Python's standard library, byte level"
 
@@ -66,6 +73,7 @@ def run(context: StageContext) -> ThroughputResult:
         "bundles": bundles,
         "digests": digests,
         "adapters": not cpu,
+        "lengths": context.profile.name != "quick",
         "code": str(definition.code.resolve()) if definition.code else None,
     }
     report = _child(context, definition, job, total=len(bundles) * (warm + steps))
@@ -171,13 +179,41 @@ def _result(
         roofline=None
         if device is None
         else Roofline(tflops=device.tflops, bandwidth=device.bandwidth, basis=device.basis),
+        lengths=longer(architecture, report, cpu=cpu) if report.lengths else None,
         not_measured=[
+            *([] if report.lengths else [f"Growing contexts: {report.lengths_reason or QUICK}."]),
             *([f"The run with the bundle failed: {report.bundle_failure}"] if report.bundle_failure else []),
             *not_measured(cpu=cpu, kernels=kernels, known=device is not None, device=align.device),
         ],
         corpus=CORPUS,
         seconds=round(time.monotonic() - begun, 1),
     )
+
+
+def longer(architecture: Architecture, report: Report, *, cpu: bool) -> Lengths:
+    """How memory and error grow, beside the law of the traced model."""
+    rows = [LengthRow.model_validate(row.model_dump()) for row in report.lengths]
+    found = wanted = error = None
+    parts = []
+    if len(rows) >= 3:
+        found = exponent([float(row.bytes) for row in rows])
+        law = architecture.memory
+        if law is not None:
+            growth = law.activations if cpu else law.recomputed
+            wanted = exponent([growth.at(row.tokens) for row in rows])
+        parts.append(f"memory grows with the length to the power of {found:.2f}")
+        if wanted is not None:
+            as_wanted = abs(found - wanted) <= AS_THE_LAW
+            parts.append(f"{'as' if as_wanted else 'NOT as'} the traced model's law says ({wanted:.2f})")
+    errors = [row.gradient_error for row in rows]
+    if len(rows) >= 2 and errors[0] and errors[-1]:
+        error = log2(errors[-1] / errors[0]) / log2(rows[-1].tokens / rows[0].tokens)
+        steady = "no faster than a random walk" if error <= RANDOM_WALK else "FASTER than a random walk"
+        parts.append(f"the gradients' error in float32 grows with the power of {error:.2f}, {steady}")
+    if not all(isfinite(row.loss) for row in rows):
+        parts.append("a loss is NOT finite")
+    words = f"{rows[0].tokens:,} to {rows[-1].tokens:,} tokens: {', '.join(parts) or 'too few lengths to tell a law'}"
+    return Lengths(rows=rows, exponent=found, expected=wanted, error_exponent=error, words=words)
 
 
 def _training(run: Run, tokens: int, device: Device | None) -> Training:
