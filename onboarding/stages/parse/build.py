@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import re
 import warnings
@@ -107,8 +108,10 @@ def model_class(config: Any) -> tuple[type[nn.Module], list[str]]:
         notes.append(f"the configuration names class {named}, which is no causal language model of transformers")
     elif named is not None:
         names.insert(0, named)
+    # as it is now: in a forked warm process the package object that this file imported may have been replaced
+    package = importlib.import_module("transformers")
     for name in names:
-        cls = getattr(transformers, name, None)
+        cls = getattr(package, name, None)
         if cls is not None:
             return cls, notes
     raise Problem(
