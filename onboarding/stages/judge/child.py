@@ -14,6 +14,7 @@ import sys
 import time
 import traceback
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import IO, Any
@@ -168,6 +169,8 @@ class Session:
                 waiting = outputs, leaves
                 results.append((outputs, {}, 0.0))
                 continue
+            if call.get("mode") == "twice":
+                self._backward(outputs, leaves, upstreams[number].views, keep=True)
             gradients = self._backward(outputs, leaves, upstreams[number].views)
             results.append((outputs, gradients, time.perf_counter() - begin))
             if waiting is not None:
@@ -175,10 +178,15 @@ class Session:
                 waiting = None
         written = []
         for number, (outputs, gradients, seconds) in enumerate(results):
-            report: dict[str, Any] = {"seconds": seconds, "outputs": {}, "gradients": {}, "inputs": {}}
-            inputs = {} if "same_as" in calls[number] else buffers[number].storages
-            groups = (("outputs", outputs), ("gradients", gradients), ("inputs", inputs))
-            for group, tensors in groups:
+            given = "same_as" not in calls[number]
+            groups: dict[str, Mapping[str, Tensor | None]] = {
+                "outputs": outputs,
+                "gradients": gradients,
+                "inputs": buffers[number].storages if given else {},
+                "upstream": upstreams[number].storages if given else {},
+            }
+            report: dict[str, Any] = {"seconds": seconds} | {group: {} for group in groups}
+            for group, tensors in groups.items():
                 for name, tensor in tensors.items():
                     if tensor is not None:
                         report[group][name] = _write(tensor, out / f"{number}.{group}.{name}")
@@ -201,14 +209,22 @@ class Session:
         return dict(zip(operator.outputs, found, strict=True))
 
     def _backward(
-        self, outputs: dict[str, Tensor], inputs: dict[str, Tensor | None], upstream: dict[str, Tensor | None]
+        self,
+        outputs: dict[str, Tensor],
+        inputs: dict[str, Tensor | None],
+        upstream: dict[str, Tensor | None],
+        keep: bool = False,
     ) -> dict[str, Tensor | None]:
         leaves = {n: t for n, t in inputs.items() if t is not None and t.requires_grad}
         sources = [(outputs[n], g) for n, g in upstream.items() if g is not None]
         if not leaves or not sources:
             return {}
         found = torch.autograd.grad(
-            [s for s, _ in sources], list(leaves.values()), [g for _, g in sources], allow_unused=True
+            [s for s, _ in sources],
+            list(leaves.values()),
+            [g for _, g in sources],
+            retain_graph=keep,
+            allow_unused=True,
         )
         return dict(zip(leaves, found, strict=True))
 

@@ -20,7 +20,9 @@ class Sent:
 
     request: dict[str, Any]
     storages: dict[str, tuple[Tensor, Image]] = field(default_factory=dict)
-    """What the process finds in memory, to be compared with what is there afterwards."""
+    """Inputs that the process finds in memory, to be compared with what is there afterwards."""
+    upstream: dict[str, tuple[Tensor, Image]] = field(default_factory=dict)
+    """The same of what flows into backward, by output."""
 
 
 def send(
@@ -38,6 +40,7 @@ def send(
     storages: dict[str, tuple[Tensor, Image]] = {}
     tensors: dict[str, Any] = {}
     upstream: dict[str, Any] = {}
+    flowing: dict[str, tuple[Tensor, Image]] = {}
     for name, tensor in call.tensors.items():
         if tensor is None:
             tensors[name] = None
@@ -60,10 +63,12 @@ def send(
             )
         else:
             storage, image = images.lay_out(gradient, upstream_layout, large=large)
+        flowing[name] = (storage, image)
         path = examinee.given / f"{number}.upstream.{name}.bin"
         images.save(storage, path)
         upstream[name] = image.to_json() | {"file": str(path)}
-    return Sent(request={"tensors": tensors, "upstream": upstream, "reuse": reuse}, storages=storages)
+    request = {"tensors": tensors, "upstream": upstream, "reuse": reuse}
+    return Sent(request=request, storages=storages, upstream=flowing)
 
 
 def same_shapes(a: Call, b: Call) -> bool:
@@ -101,9 +106,9 @@ def checked(reports: Any, count: int) -> list[dict[str, dict[str, Any]]]:
     """Reports of calls, as far as what is to be read from them goes.
 
     Raises:
-        Refusal: they are not ``count`` objects of three objects.
+        Refusal: they are not ``count`` objects of four objects.
     """
-    groups = ("outputs", "gradients", "inputs")
+    groups = ("outputs", "gradients", "inputs", "upstream")
     if (
         not isinstance(reports, list)
         or len(reports) != count

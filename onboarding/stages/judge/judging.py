@@ -184,7 +184,9 @@ def _try_all(
     if not findings.reasons:
         progress(count, count, "subsets of gradients, recomputed, compiled")
         with findings.timed("modes"):
-            findings.modes, reasons = modes.in_every_mode(examinee, quickest, random.Random(seed), compiled=True)
+            findings.modes, reasons = modes.in_every_mode(
+                examinee, quickest, random.Random(seed), compiled=True, twice=not _own_traits(spec).get("released")
+            )
         findings.reasons += reasons
     if level == "compiled" and not findings.reasons and not findings.flaws:
         progress(count, count, "compute-sanitizer")

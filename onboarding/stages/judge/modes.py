@@ -1,8 +1,8 @@
 """One call in every mode that training may ask for: each must give the same results.
 
 Every subset of the inputs may require a gradient; two calls may be alive at once, their backwards in either order; a
-block may be recomputed (``torch.utils.checkpoint``); the model may be compiled (``torch.compile``, traced through the
-operator's fake kernel and its autograd formula).
+block may be recomputed (``torch.utils.checkpoint``); backward may run twice over one graph; the model may be compiled
+(``torch.compile``, traced through the operator's fake kernel and its autograd formula).
 """
 
 from __future__ import annotations
@@ -21,9 +21,13 @@ ALL_SUBSETS = 4
 
 
 def in_every_mode(
-    examinee: Examinee, trial: Trial, rng: random.Random, *, compiled: bool
+    examinee: Examinee, trial: Trial, rng: random.Random, *, compiled: bool, twice: bool
 ) -> tuple[dict[str, bool], list[str]]:
     """What was tried and whether it held; and the reasons where it did not.
+
+    Args:
+        compiled: try ``torch.compile``.
+        twice: run backward twice over one graph; an operator that gives its saved tensors away cannot.
 
     Raises:
         Refusal: the candidate raised, died or hung.
@@ -37,6 +41,9 @@ def in_every_mode(
         sent.append(exchange.again(0, needs))
     calls.append(("recomputed", first))
     sent.append(exchange.again(0, first.needs, "recompute"))
+    if twice:
+        calls.append(("backward twice", first))
+        sent.append(exchange.again(0, first.needs, "twice"))
     if compiled:
         calls.append(("torch.compile", first))
         sent.append(exchange.again(0, first.needs, "compile"))
@@ -50,11 +57,7 @@ def in_every_mode(
         checks[label] = checks.get(label, True) and not found
         which = f" ({', '.join(sorted(call.needs)) or 'none'})" if "subset" in label else ""
         reasons += [f"{label}{which}: {text}" for text in found]
-    changed = [
-        text
-        for number in (0, 1)
-        for text in verify.inputs_changed(sent[number].storages, reports[number], examinee.work, number)
-    ]
+    changed = [text for number in (0, 1) for text in verify.changed_in(sent[number], examinee.work, number)]
     return checks, changed + reasons
 
 

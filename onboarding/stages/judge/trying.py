@@ -76,7 +76,7 @@ def attempt(examinee: Examinee, trial: Trial, *, large: bool, atomic: bool, by_n
     changed = [
         text
         for number in ([1, 2] if reuse else [0, 1, 2])
-        for text in verify.inputs_changed(sent[number].storages, reports[number], examinee.work, number)
+        for text in verify.changed_in(sent[number], examinee.work, number)
     ]
     reasons = changed + reasons
     report.checks["inputs and the memory around them unchanged"] = not changed

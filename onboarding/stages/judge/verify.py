@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from onboarding.stages.judge import images, oracle
+from onboarding.stages.judge.exchange import Sent
 from onboarding.stages.judge.images import DTYPES, Image, ImageError
 from onboarding.stages.judge.oracle import Call, Expected
 from onboarding.stages.judge.result import TensorError
@@ -82,21 +83,27 @@ def _metadata(name: str, data: dict[str, Any], promised: Tensor) -> list[str]:
     return wrong
 
 
-def inputs_changed(sent: dict[str, tuple[Tensor, Image]], report: Any, folder: Path, number: int) -> list[str]:
-    """Inputs whose storage, the poison around the values included, is no longer what was sent."""
+def changed_in(sent: Sent, folder: Path, number: int) -> list[str]:
+    """What is no longer as it was sent, the poison around the values included: inputs, and gradients that flow in."""
+    inputs = _changed(sent.storages, "inputs", "input {}", folder, number)
+    return inputs + _changed(sent.upstream, "upstream", "the gradient of {}", folder, number)
+
+
+def _changed(sent: dict[str, tuple[Tensor, Image]], group: str, words: str, folder: Path, number: int) -> list[str]:
     changed = []
-    for name, (storage, image) in sent.items():
-        path = folder / f"{number}.inputs.{name}"
+    for plain, (storage, image) in sent.items():
+        name = words.format(plain)
+        path = folder / f"{number}.{group}.{plain}"
         try:
             back = images.load(path, storage.dtype, image.elements)
         except ImageError as problem:
-            changed.append(f"input {name} cannot be read back: {problem}")
+            changed.append(f"{name} cannot be read back: {problem}")
             continue
         finally:
             path.unlink(missing_ok=True)
         if not images.same_bytes(storage, back):
             inside = images.same_bytes(image.view(storage.cpu()).contiguous(), image.view(back).contiguous())
-            changed.append(f"it writes past the end of input {name}" if inside else f"input {name} was changed")
+            changed.append(f"it writes past the end of {name}" if inside else f"{name} was changed")
     return changed
 
 
