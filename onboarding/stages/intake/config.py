@@ -20,14 +20,21 @@ from onboarding.stages.intake.model_types import (
 
 MAX_DEPTH = 32
 MAX_NODES = 200_000
-SIZE_LIMITS = {"num_hidden_layers": 10_000, "hidden_size": 2**20, "vocab_size": 2**26}
+SIZE_LIMITS = {"num_hidden_layers": 2_000, "hidden_size": 2**20, "vocab_size": 2**26}
 """Fields that every decoder needs, and what is beyond anything that was ever built."""
 MAX_SIZE = 2**40
+_TEXT_PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
 _SIZE_NAME = re.compile(
     r"^(num|n|max|moe|kv|q|qk|v|head|hidden|intermediate|vocab|ffn|index|linear|ssm|mamba|state)_|_(size|dim|rank|heads|layers|experts)$"
 )
 _AT_LEAST_ONE = re.compile(r"^(num_attention_heads|num_heads|n_heads?|num_key_value_heads|head_dim)$")
 """Zero of them makes no attention, and a division by zero in most classes."""
+_SIZE = re.compile(r"(^|_)(size|dims?|rank|heads|kernel|width|period|expand|groups?|channels|state|conv|interval)$")
+_MAY_BE_ZERO = re.compile(
+    r"shared|window|type_vocab|additional|q_lora|rope|latent|sparse|per_layer|adapter|ngram|prefix|chunk|crop|pooler|index"
+)
+"""Sizes whose zero means that the model has no such part."""
+_ROPE = re.compile(r"^rope_(scaling|parameters)$")
 _EPSILON = re.compile(r"(^|_)(eps|epsilon)$")
 _ACTIVATION = re.compile(r"^(hidden_act|hidden_activation|activation_function|mlp_hidden_act)$")
 _WINDOW = re.compile(r"(^|_)(sliding_window|local_attention|attention_window|window_size|attention_chunk_size)$")
@@ -159,19 +166,16 @@ def check_fields(config: dict[str, Any], model_type: str, *, own_class: bool = F
         Problem: ``config-field-missing``, ``config-wrong-type`` or ``config-out-of-range``, with the field.
     """
     declared = None if own_class else config_class(model_type)
-    nested = {
-        key: value
-        for key, value in config.items()
-        if key in ("text_config", "llm_config", "language_config", "thinker_config")
-    }
+    nested = {key: value for key, value in config.items() if key in _TEXT_PARTS}
     for key, value in nested.items():
         if value is not None and not isinstance(value, dict):
             raise Problem("config-wrong-type", f"{key} must be an object, not {_kind(value)}", "", field=key)
     text = next((value for value in nested.values() if value), None)
-    if text is not None:
-        inner = text.get("model_type", "")
+    for key, part in config.items():
+        inner = part.get("model_type") if isinstance(part, dict) else None
         inner_class = config_class(inner) if isinstance(inner, str) else None
-        _check_types(text, inner_class, f"{next(k for k, v in nested.items() if v is text)}.")
+        if isinstance(part, dict) and (part is text or inner_class is not None):
+            _check_types(part, inner_class, f"{key}.")
     if declared is not None and text is None:
         _check_required(config, declared, model_type)
     _check_types(config, declared, "")
@@ -205,7 +209,7 @@ def _fits(value: Any, annotation: str) -> bool:
     if not set(parts) <= known:
         return True
     if value is None:
-        return True  # "use the default", in many published files
+        return "None" in parts  # transformers' classes are strict: null is a value of its own, not "use the default"
     if isinstance(value, bool):
         return "bool" in parts
     if isinstance(value, int):
@@ -234,6 +238,10 @@ def _check_types(config: dict[str, Any], declared: ConfigClass | None, prefix: s
                 f"config.json gives {str(value)[:80]!r}",
                 field=f"{prefix}{key}",
             )
+        if declared is not None and _ROPE.search(key) and not isinstance(value, dict | None):
+            raise Problem(
+                "config-wrong-type", f"{prefix}{key} must be an object, not {_kind(value)}", "", field=f"{prefix}{key}"
+            )
         if declared is not None and _ACTIVATION.search(key) and isinstance(value, str):
             _check_activation(value, f"{prefix}{key}")
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -250,7 +258,7 @@ def _check_types(config: dict[str, Any], declared: ConfigClass | None, prefix: s
                 "config-out-of-range", f"{prefix}{key} is {value:g}", "it must be above 0", field=f"{prefix}{key}"
             )
         limit = SIZE_LIMITS.get(canonical, MAX_SIZE)
-        lowest = 1 if canonical in SIZE_LIMITS or _AT_LEAST_ONE.search(key) else -1 if _WINDOW.search(key) else 0
+        lowest = _lowest(key, canonical, declared)
         sized = lowest != 0 or (_SIZE_NAME.search(key) and not _ALLOWED_NEGATIVE.search(key))
         if abs(value) > limit or (sized and isinstance(value, int) and value < lowest):
             raise Problem(
@@ -260,11 +268,22 @@ def _check_types(config: dict[str, Any], declared: ConfigClass | None, prefix: s
                 field=f"{prefix}{key}",
                 limit=limit,
             )
-    _check_consistent(config, prefix)
+    _check_consistent(config, prefix, declared)
 
 
-def _check_consistent(config: dict[str, Any], prefix: str) -> None:
-    for found in contradictions(config):
+def _lowest(key: str, canonical: str, declared: ConfigClass | None) -> int:
+    """The least value of a whole number: one where it sizes a tensor that its class always has."""
+    if canonical in SIZE_LIMITS or _AT_LEAST_ONE.search(key):
+        return 1
+    if _WINDOW.search(key):
+        return -1
+    default = declared.defaults.get(declared.aliases.get(key, key)) if declared is not None else None
+    sized = _SIZE.search(key) and not _MAY_BE_ZERO.search(key)
+    return int(bool(sized) and isinstance(default, int) and default > 0)
+
+
+def _check_consistent(config: dict[str, Any], prefix: str, declared: ConfigClass | None) -> None:
+    for found in contradictions(config, declared.defaults if declared is not None else None):
         if found.certain:
             field = f"{prefix}{found.field}"
             how = "correct it, or the field that it is at odds with"

@@ -12,6 +12,7 @@ import importlib.util
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from onboarding import syntax
 
@@ -23,6 +24,8 @@ class ConfigClass:
     name: str
     annotations: dict[str, str] = field(default_factory=dict)
     """Field -> annotation source, e.g. ``int | None``."""
+    defaults: dict[str, Any] = field(default_factory=dict)
+    """Field -> default, where it is written as a constant."""
     aliases: dict[str, str] = field(default_factory=dict)
     """``attribute_map``: common name -> the name that this class stores."""
     derived: frozenset[str] = frozenset()
@@ -116,11 +119,15 @@ def nearest_model_types(model_type: str, count: int = 3) -> list[str]:
 
 def _class_of(node: ast.ClassDef) -> ConfigClass:
     annotations: dict[str, str] = {}
+    defaults: dict[str, Any] = {}
     aliases: dict[str, str] = {}
     derived: set[str] = set()
     for statement in node.body:
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
             annotations[statement.target.id] = ast.unparse(statement.annotation)
+            defaults.pop(statement.target.id, None)
+            if isinstance(statement.value, ast.Constant):
+                defaults[statement.target.id] = statement.value.value
         elif isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
             if statement.targets[0].id == "attribute_map":
                 aliases = dict(ast.literal_eval(statement.value))
@@ -128,7 +135,9 @@ def _class_of(node: ast.ClassDef) -> ConfigClass:
             isinstance(d, ast.Name) and d.id == "property" for d in statement.decorator_list
         ):
             derived.add(statement.name)
-    return ConfigClass(name=node.name, annotations=annotations, aliases=aliases, derived=frozenset(derived))
+    return ConfigClass(
+        name=node.name, annotations=annotations, defaults=defaults, aliases=aliases, derived=frozenset(derived)
+    )
 
 
 @cache
@@ -156,6 +165,7 @@ def config_class(model_type: str) -> ConfigClass | None:
         return ConfigClass(
             name=name,
             annotations={k: v for c in classes for k, v in c.annotations.items()},
+            defaults={k: v for c in classes for k, v in c.defaults.items()},
             aliases={k: v for c in classes for k, v in c.aliases.items()},
             derived=frozenset().union(*(c.derived for c in classes)),
         )

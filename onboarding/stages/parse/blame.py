@@ -11,6 +11,8 @@ from onboarding.problem import Problem
 from onboarding.stages.intake.contradictions import contradictions
 from onboarding.stages.parse.faults import Fault, choices_of, each_config, faults_of, names_in, path_to
 
+LONGEST = 80
+
 
 def blame(error: Exception, cause: BaseException, root: Any, stated: dict[str, Any]) -> None:
     """Add ``field`` to a problem, and to its detail what is wrong with it; nothing where no field can be told.
@@ -26,7 +28,13 @@ def blame(error: Exception, cause: BaseException, root: Any, stated: dict[str, A
     """
     if not isinstance(error, Problem) or "field" in error.extra:
         return
-    told = (*_unknown_choice(root, cause), *_contradicting(stated), *_named_stated(stated, cause), *_read(root, cause))
+    told = (
+        *_unknown_choice(root, cause),
+        *_unknown_part(stated, cause),
+        *_contradicting(stated),
+        *_named_stated(stated, cause),
+        *_read(root, cause),
+    )
     for path, what in told:
         error.extra["field"] = path
         error.detail = f"{error.detail} [{path} {what}]"
@@ -47,6 +55,31 @@ def _unknown_choice(root: Any, cause: BaseException) -> Iterator[tuple[str, str]
                 yield ".".join((*path, *last)), f"is {key!r}{among}"
 
 
+def _unknown_part(stated: dict[str, Any], cause: BaseException) -> Iterator[tuple[str, str]]:
+    """The list, or the text of one letter a layer, that holds the key which a table does not have."""
+    key = cause.args[0] if isinstance(cause, KeyError) and cause.args else None
+    if not isinstance(key, str):
+        return
+    choices = choices_of(cause)
+    among = f", which is none of {', '.join(sorted(choices))}" if choices else ""
+    for path, value in _stated_values(stated):
+        name = path.rpartition(".")[2]
+        spelled = isinstance(value, str) and len(key) == 1 and key in value and _SPELLED.search(name)
+        if spelled or (isinstance(value, list) and key in value):
+            yield path, f"holds {key!r}{among}"
+
+
+_SPELLED = re.compile(r"pattern|types?$|layers?$")
+"""Fields that spell a stack letter by letter."""
+
+
+def _stated_values(stated: dict[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in stated.items():
+        yield f"{path}{name}", value
+        if isinstance(value, dict):
+            yield from _stated_values(value, f"{path}{name}.")
+
+
 def _contradicting(stated: dict[str, Any], path: str = "") -> Iterator[tuple[str, str]]:
     """Of what the user wrote, nested configurations behind the outer one."""
     for found in contradictions(stated):
@@ -61,7 +94,7 @@ def _named_stated(stated: dict[str, Any], cause: BaseException) -> Iterator[tupl
     for name in names_in(cause):
         for path, fields in [("", stated), *((f"{k}.", v) for k, v in stated.items() if isinstance(v, dict))]:
             if name in fields:
-                yield f"{path}{name}", f"is {fields[name]!r}"
+                yield f"{path}{name}", f"is {_short(fields[name])}"
 
 
 def _read(root: Any, cause: BaseException) -> Iterator[tuple[str, str]]:
@@ -71,8 +104,13 @@ def _read(root: Any, cause: BaseException) -> Iterator[tuple[str, str]]:
     innermost = [fault for fault in faults if not fault.unset and fault.depth == 0]
     for fault in (*unset, *_named(root, cause), *_by_number(root, cause), *innermost):
         path = ".".join((*(path_to(root, fault.config) or ()), fault.name))
-        state = "is not set" if fault.unset else f"is {fault.value!r}"
+        state = "is not set" if fault.unset else f"is {_short(fault.value)}"
         yield path, f"{state}, read at {fault.where}"
+
+
+def _short(value: Any) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= LONGEST else f"{shown[:LONGEST]}..."
 
 
 def _named(root: Any, error: BaseException) -> list[Fault]:

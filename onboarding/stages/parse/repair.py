@@ -161,7 +161,7 @@ def _listed_as_missing(root: Any, error: BaseException) -> list[Fault]:
         Fault(config=owner, name=name, value=None, where="its validator")
         for name in names
         for owner in ([c for c, _ in each_config(root)] + [_raiser(error)])
-        if hasattr(owner, name)
+        if _has(owner, name)
     ]
 
 
@@ -175,7 +175,7 @@ def _named_unset(root: Any, error: BaseException) -> list[Fault]:
         Fault(config=owner, name=name, value=None, where="the message")
         for name in names_in(error)
         for owner in owners
-        if hasattr(owner, name) and _read(owner, name) is None
+        if _has(owner, name) and _read(owner, name) is None
     ]
 
 
@@ -259,14 +259,14 @@ def _rope(root: Any, error: BaseException, faults: list[Fault]) -> list[Repair]:
     """Rotary settings: one entry a layer type where the class looks one up; sections that fill the rotary width."""
     found = []
     for owner, path in sorted(each_config(root), key=lambda pair: path_is_tower(pair[1])):
-        types = getattr(owner, "layer_types", None)
+        types = _read(owner, "layer_types")
         if isinstance(error, KeyError) and isinstance(types, list) and error.args and error.args[0] in types:
             theta = float(getattr(owner, "default_theta", 10000.0))
             rope = {kind: {"rope_type": "default", "rope_theta": theta} for kind in dict.fromkeys(types)}
             found.append(
                 Repair(path=(*path, "rope_parameters"), value=rope, why="the class looks rope up by layer type")
             )
-        settings = getattr(owner, "rope_parameters", None)
+        settings = _read(owner, "rope_parameters")
         match = re.search(r"sum exactly to (\d+) .*split_sizes=\[([\d, ]+)\]", str(error))
         if match and isinstance(settings, dict):
             wanted, sections = int(match[1]), [int(n) for n in match[2].split(",")]
@@ -307,6 +307,14 @@ def _read(config: Any, name: str) -> Any:
         return getattr(config, name, None)
     except Exception:
         return None
+
+
+def _has(config: Any, name: str) -> bool:
+    """Whether a field is there and can be read."""
+    try:
+        return hasattr(config, name)
+    except Exception:  # a property that fails
+        return False
 
 
 def _int(config: Any, *names: str) -> int | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from onboarding.problem import Problem
 
-MOST_LAYERS = 10_000
+MOST_LAYERS = 2_000
 MOST_EXPERTS = 100_000
 MOST = 2**40
 DEEPEST = 32
