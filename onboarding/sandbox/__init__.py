@@ -12,7 +12,7 @@ from onboarding.problem import Problem
 from onboarding.sandbox import backends, process, warm
 from onboarding.sandbox.limits import Limits, Outcome
 from onboarding.sandbox.process import Running
-from onboarding.sandbox.view import ROOT
+from onboarding.sandbox.view import import_path
 
 __all__ = ["Limits", "Outcome", "Running", "Sandbox", "run_module", "works"]
 
@@ -173,7 +173,7 @@ class Sandbox:
 def module_command(module: str, args: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """argv and environment that run a module of this project with this interpreter."""
     # -P: the working directory is the candidate's scratch folder and must not be a place to import from
-    return [sys.executable, "-P", "-m", module, *args], {"PYTHONPATH": str(ROOT)}
+    return [sys.executable, "-P", "-m", module, *args], {"PYTHONPATH": import_path()}
 
 
 def run_module(

@@ -47,10 +47,19 @@ def python_paths() -> list[Path]:
     for entry in sys.path:
         if entry.endswith(("site-packages", "dist-packages")):
             paths.append(Path(entry))
-    paths += [Path(entry) for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry.startswith("/")]
+    paths += [Path(entry) for entry in _user_path()]
     paths += [ROOT / package for package in PACKAGES]
     # a prefix of "/" (a Python at /bin) would show the whole host; /usr is there anyway
     return [path for path in paths if path.is_dir() and path != Path("/")]
+
+
+def import_path() -> str:
+    """PYTHONPATH of a confined process: our packages, then what the user's own PYTHONPATH adds."""
+    return os.pathsep.join([str(ROOT), *_user_path()])
+
+
+def _user_path() -> list[str]:
+    return [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry.startswith("/")]
 
 
 def gpu_devices() -> tuple[str, ...]:

@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from onboarding.sandbox.view import ROOT, base_environment
+from onboarding.sandbox.view import base_environment, import_path
 
 MODULES = (
     "onboarding.stages.judge.child",
@@ -38,7 +38,7 @@ class WarmUnavailable(Exception):
 
 def environment() -> dict[str, str]:
     """What the imports of the warm parent see: nothing of ours."""
-    return base_environment("/nonexistent") | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return base_environment("/nonexistent") | {"PYTHONPATH": import_path(), "OMP_NUM_THREADS": "1"}
 
 
 class WarmParent:

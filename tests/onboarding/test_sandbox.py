@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from onboarding.problem import Problem
-from onboarding.sandbox import Limits, Sandbox, backends, escapes, seccomp, works
+from onboarding.sandbox import Limits, Sandbox, backends, escapes, module_command, seccomp, works
 from onboarding.sandbox.view import build_view
 
 pytestmark = pytest.mark.sandbox
@@ -194,3 +194,20 @@ def test_filter_programs_are_well_formed() -> None:
                 operation, yes, no = int.from_bytes(code[8 * i : 8 * i + 2], "little"), code[8 * i + 2], code[8 * i + 3]
                 if operation & 7 == 5:
                     assert i + 1 + max(yes, no) < count
+
+
+def test_packages_of_the_users_own_path_are_importable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    packages = tmp_path / "packages"
+    packages.mkdir()
+    packages.chmod(0o755)
+    (packages / "onlyhere.py").write_text("WORD = 'found'\n")
+    monkeypatch.setenv("PYTHONPATH", f"{packages}:relative")
+    argv, env = module_command("onlyhere", [])
+    assert env["PYTHONPATH"].split(":")[1:] == [
+        str(packages)
+    ]  # ours first, and no place relative to the scratch folder
+    (tmp_path / "scratch").mkdir()
+    outcome = Sandbox().run(
+        [argv[0], "-P", "-c", "import onlyhere; print(onlyhere.WORD)"], scratch=tmp_path / "scratch", env=env
+    )
+    assert outcome.stdout_tail.strip() == "found", outcome.stderr_tail
