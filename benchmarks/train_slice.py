@@ -188,6 +188,7 @@ class Race:
                 "tokens_per_s": self.options.tokens / step_ms * 1e3,
                 "peak_gib": (self.base_bytes + contestant.own_bytes + contestant.peak_bytes) / GIB,
                 "own_gib": contestant.own_bytes / GIB,
+                "kernels_ms": self._kernels_ms(contestant),
                 **contestant.report(),
             }
         self.record["seconds"] = time.monotonic() - self.began
@@ -205,6 +206,15 @@ class Race:
         contestant.ms.append((time.perf_counter() - begun) * 1e3)
         if self.device.type == "cuda":
             contestant.peak_bytes = max(contestant.peak_bytes, torch.cuda.max_memory_allocated() - resting)
+
+    def _kernels_ms(self, contestant: Contestant) -> float | None:
+        """Time of all kernels of one step: what is far below the step's time says that the host is in the way."""
+        if self.device.type != "cuda":
+            return None
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            contestant.step(WARM + 2 * self.options.rounds + 1, self.batches[0])
+            self.wait()
+        return float(sum(event.self_device_time_total for event in profile.key_averages())) / 1e3
 
     # ---- contestants ------------------------------------------------------------------------------------------------
 
@@ -353,7 +363,9 @@ class Race:
 
     def table(self) -> str:
         """One line a contestant."""
-        lines = [f"{'contestant':<26}{'ms':>8}{'tokens/s':>10}{'GiB':>7}{'plan':>7}  loss and norm of the first step"]
+        lines = [
+            f"{'contestant':<26}{'ms':>8}{'tokens/s':>10}{'kernels':>9}{'GiB':>7}{'plan':>7}  loss and norm of the first step"
+        ]
         for name, row in self.record["rows"].items():
             if "step_ms" not in row:
                 lines.append(f"{name:<26} {row.get('error', 'not timed')}")
@@ -361,7 +373,7 @@ class Race:
             planned = sum(row["planned_gib"].values()) if "planned_gib" in row else 0.0
             loss, norm = row["first_steps"][0]
             lines.append(
-                f"{name:<26}{row['step_ms']:8.1f}{row['tokens_per_s']:10,.0f}{row['peak_gib']:7.2f}{planned:7.2f}"
+                f"{name:<26}{row['step_ms']:8.1f}{row['tokens_per_s']:10,.0f}{row['kernels_ms'] or 0:9.1f}{row['peak_gib']:7.2f}{planned:7.2f}"
                 f"  {loss:.4f} {norm:.4f}"
             )
         return "\n".join(lines)

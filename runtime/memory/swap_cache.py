@@ -19,21 +19,22 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from runtime.memory import intercept
 
 GIB = 1 << 30
 Where = Literal["device", "host", "drop"]
 Key = tuple[int, int]
 """Number of the block call within a pass (forward and backward of one microbatch), of the operator within it."""
-NAMES = {
+NAMES = (
     "aten::mm",
     "aten::addmm",
     "aten::bmm",
@@ -46,7 +47,7 @@ NAMES = {
     "aten::_scaled_dot_product_cudnn_attention",
     "aten::_scaled_dot_product_flash_attention_for_cpu",
     "aten::_flash_attention_forward",
-}
+)
 NAMESPACES = ("onboard", "flash_attn", "fla")
 """Every operator of a bundle or of a library of attention kernels counts as expensive."""
 
@@ -59,7 +60,8 @@ class Kept:
     results: list[Any]
     """Tensors on the device or on the host, and what was no tensor."""
     watched: list[tuple[Tensor, int]]
-    """Tensors that share the device's memory, and their versions when they were kept: a change in place raises them."""
+    """Tensors that share the device's memory, and their versions when they were kept: a change in place raises them.
+    Of a spilled result until its block has run."""
     where: Where
     size: int
     single: bool = False
@@ -136,6 +138,8 @@ class SwapCache:
             self._free(number)
         self._block = -1
         self._passes += 1
+        if self._passes == 1:
+            intercept.cover([*NAMES, *intercept.operators_of(NAMESPACES)])
         if self._passes == self._measured_pass + 1 and self.plan is None:
             self.plan = self.make_plan([p for p in self._profile if p.key in self._asked], self._windows())
             self._profile, self._clock = [], []
@@ -230,12 +234,12 @@ class SwapCache:
             self.counts.dropped[name] += 1
             return
         held = [v.detach() if isinstance(v, Tensor) else v for v in values]
-        kept = Kept(name=name, results=held, watched=[], where=where, size=size, single=single)
+        watched = [(t, t._version) for t in tensors]
+        kept = Kept(name=name, results=held, watched=watched, where=where, size=size, single=single)
         if where == "host":
             self._spill(kept)
             self.counts.spilled[name] += 1
         else:
-            kept.watched = [(t, t._version) for t in tensors]
             self.counts.kept[name] += 1
         self._account(where, size)
         self._blocks[key[0]][key[1]] = kept
@@ -245,10 +249,15 @@ class SwapCache:
             kept.results = [self._to_host(v) if isinstance(v, Tensor) else v for v in kept.results]
         kept.ready = event
 
-    def settle(self) -> None:
-        """Something is changed in place: let the copies to the host that are under way end first."""
-        if self._stream is not None:
-            torch.cuda.current_stream(self.device).wait_stream(self._stream)
+    def end_forward(self, block: int) -> None:
+        """The block has run: what was changed in place since it was spilled may have been copied after the change."""
+        kept = self._blocks.get(block, {})
+        for number, one in list(kept.items()):
+            if one.where == "host" and any(t._version != version for t, version in one.watched):
+                self._account("host", -one.size)
+                del kept[number]
+            elif one.where == "host":
+                one.watched = []
 
     # ---- backward -----------------------------------------------------------------------------------------------
 
@@ -371,35 +380,32 @@ class _Room:
         return fits
 
 
-class _Keep(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Forward: offers results to the cache, and measures operators in the first pass."""
+class _Keep(AbstractContextManager[None]):
+    """Forward: offers results to the cache, and measures operators in the measured pass."""
 
     def __init__(self, cache: SwapCache, block: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
         self.cache, self.block, self.number = cache, block, 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func._schema.is_mutable:
-            self.cache.settle()
-        if not wanted(func):
-            return func(*args, **kwargs)
+    def __enter__(self) -> None:
+        intercept.enter(self)
+
+    def __exit__(self, *error: Any) -> None:
+        intercept.leave()
+        self.cache.end_forward(self.block)
+
+    def call(self, name: str, run: Callable[[], Any]) -> Any:
         key, self.number = (self.block, self.number), self.number + 1
-        name = func._schema.name
-        if self.cache.measuring:
-            results = self._measured(key, name, func, args, kwargs)
-        else:
-            results = func(*args, **kwargs)
+        results = self._measured(key, name, run) if self.cache.measuring else run()
         self.cache.keep(key, name, results)
         return results
 
-    def _measured(self, key: Key, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+    def _measured(self, key: Key, name: str, run: Callable[[], Any]) -> Any:
         events = None
         if self.cache.device.type == "cuda":
             events = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
             events[0].record()
         begun = time.perf_counter()
-        results = func(*args, **kwargs)
+        results = run()
         seconds = time.perf_counter() - begun
         if events is not None:
             events[1].record()
@@ -409,28 +415,24 @@ class _Keep(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return results
 
 
-class _Reuse(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Reuse(AbstractContextManager[None]):
     """Recomputation: hands out what was kept."""
 
     def __init__(self, cache: SwapCache, block: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
         self.cache, self.block, self.number = cache, block, 0
 
-    def __enter__(self) -> Any:
+    def __enter__(self) -> None:
         self.cache.begin_recompute(self.block)
-        return super().__enter__()  # type: ignore[no-untyped-call]
+        intercept.enter(self)
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        intercept.leave()
         self.cache.end_recompute(self.block)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if not wanted(func):
-            return func(*args, **kwargs)
+    def call(self, name: str, run: Callable[[], Any]) -> Any:
         key, self.number = (self.block, self.number), self.number + 1
-        kept = self.cache.take(key, func._schema.name)
-        return func(*args, **kwargs) if kept is None else kept
+        kept = self.cache.take(key, name)
+        return run() if kept is None else kept
 
 
 def link_rate(device: torch.device) -> float:
@@ -447,9 +449,3 @@ def link_rate(device: torch.device) -> float:
         end.synchronize()
         slowest = max(slowest, begin.elapsed_time(end) / 1e3)
     return host.numel() / slowest
-
-
-def wanted(func: Any) -> bool:
-    """Whether an operator's results are worth keeping."""
-    name: str = func._schema.name
-    return (name in NAMES or name.partition("::")[0] in NAMESPACES) and not func._schema.is_mutable

@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
+PATIENCE = timedelta(minutes=45)
+"""The others wait while rank 0 computes what one process gives, which takes minutes on a loaded machine."""
 PRELOAD = [
     "runtime.prove.proof",
     *(f"transformers.models.{n}.modeling_{n}" for n in ("qwen3_moe", "deepseek_v3", "gpt_oss", "kimi_linear")),
@@ -48,7 +50,7 @@ def _rank(rank: int, ranks: int, folder: str, work: Callable[..., Any], args: tu
     torch.set_num_threads(1)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     store = f"file://{folder}/store"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=300))
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks, timeout=PATIENCE)
     result = work(*args)
     if rank == 0:
         torch.save(result, Path(folder) / "result.pt")

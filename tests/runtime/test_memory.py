@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from runtime import weights
 from runtime.config import DataConfig, ModelConfig, RunConfig
-from runtime.memory import budget
+from runtime.memory import budget, intercept
 from runtime.memory.loss import install_loss, summed_loss
 from runtime.memory.offload import HostState
 from runtime.memory.recompute import recompute_blocks
@@ -212,7 +212,8 @@ def test_the_block_before_is_fetched_when_backward_leaves_a_half() -> None:
     assert cache.counts.promoted.total() == cache.counts.hits.total() > 0
 
 
-def test_a_result_changed_in_place_is_a_miss() -> None:
+@pytest.mark.parametrize("place", ["device", "host"])
+def test_a_result_changed_in_place_is_a_miss(place: str) -> None:
     class Block(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -233,7 +234,7 @@ def test_a_result_changed_in_place_is_a_miss() -> None:
 
     x = torch.arange(6, dtype=torch.float64).reshape(2, 3)
     plain, cached = Model(), Model()
-    cache = SwapCache(1 << 20, 0, CPU)
+    cache = SwapCache(*((1 << 20, 0) if place == "device" else (0, 1 << 20)), CPU)
     recompute_blocks(cached, cache.contexts)
     cache.begin()
     cached(x).square().sum().backward()  # measured
@@ -242,9 +243,31 @@ def test_a_result_changed_in_place_is_a_miss() -> None:
     cache.begin()
     for model in (plain, cached):
         model(x).square().sum().backward()
-    assert cache.counts.kept["aten::mm"] >= 1
+    assert getattr(cache.counts, "kept" if place == "device" else "spilled")["aten::mm"] >= 1
     assert torch.equal(plain.layers[0].weight.grad, cached.layers[0].weight.grad)  # type: ignore[arg-type]
     assert cache.counts.misses["aten::mm"] == 1
+
+
+def test_only_chosen_operators_are_met_and_only_where_somebody_stands() -> None:
+    met: list[str] = []
+
+    class Watcher:
+        def call(self, name: str, run: Callable[[], Any]) -> Any:
+            met.append(name)
+            return run()
+
+    x = torch.ones(2, 3, requires_grad=True)
+    w = torch.full((3, 3), 0.5, requires_grad=True)
+    intercept.cover(["aten::mm", "aten::no_such_operator", "aten::add_"])
+    expected = torch.autograd.grad((x @ w).sin().sum(), [x, w])
+    assert met == []
+    intercept.enter(Watcher())
+    y = (x @ w).sin().sum()
+    intercept.leave()
+    assert met == ["aten::mm"]
+    for found, wanted in zip(torch.autograd.grad(y, [x, w]), expected, strict=True):
+        assert torch.equal(found, wanted)
+    assert met == ["aten::mm"], "backward's own products are another context's"
 
 
 @torch.library.custom_op("onboard::test_pair", mutates_args=())
