@@ -619,23 +619,33 @@ def bias_sums(gradients, vocabulary, like):
     return like.new_zeros((vocabulary,), dtype=torch.float32) if "bias" in gradients else None
 
 
-def statistics_pass(x, target, tensors, row, bases, tile, held, dx_sum, width, kept, spec, config):
-    """Every slice's logits once: statistics, kept exponentials, and (dx_sum) the sum of exponentials times W."""
+def slices(tensors, tile, held, bases, online, count, width, kept, spec):
+    """By slice what is the same for every block of ``count`` rows.
+
+    First class, rows of W and their transpose, biases, logits, exponentials and where their reference goes, or None.
+    """
     weight = tensors["weight"]
-    vocabulary, count = weight.shape[0], x.shape[0]
-    half = x.dtype == torch.float16
+    vocabulary = weight.shape[0]
+    found = []
     for first in range(0, vocabulary, width):
         columns = min(width, vocabulary - first)
         part = weight.narrow(0, first, columns)
         bias = tensors["bias"].narrow(0, first, columns) if spec.bias else None
         z = corner(tile, count, columns)
-        product(x, part.t(), z, False)
-        if dx_sum is not None:
-            e, base = inside(z, x.dtype), bases[0]
+        e, base = None, None
+        if online:
+            e, base = inside(z, weight.dtype), bases[0]
         elif first < kept:
             e, base = held.narrow(1, first, columns), bases[first // width]
-        else:
-            e, base = None, None
+        found.append((first, part, part.t(), bias, z, e, base))
+    return found
+
+
+def statistics_pass(x, target, views, row, dx_sum, spec, config):
+    """Every slice's logits once: statistics, kept exponentials, and (dx_sum) the sum of exponentials times W."""
+    half = x.dtype == torch.float16
+    for first, part, transposed, bias, z, e, base in views:
+        product(x, transposed, z, False)
         statistics(z, bias, target, row, base, e, dx_sum, first, half, spec, config)
         if dx_sum is not None:
             product(e, part, dx_sum, first > 0)
@@ -668,17 +678,14 @@ def kept_pass(x, target, start, last, tensors, row, bases, held, dx_sum, dw_sum,
 
 
 def gradient_pass(
-    x, target, start, last, tensors, row, tile, dx_sum, dw_sum, db_sum, gradients, factor, width, kept, spec, config
-):  # fmt: skip
+    x, target, start, last, views, row, dx_sum, dw_sum, db_sum, gradients, factor, vocabulary, kept, spec, config
+):
     """The dz of what is not kept, of rows from ``start`` on, and its products; ``last``: no block follows."""
-    weight = tensors["weight"]
-    vocabulary, count = weight.shape[0], x.shape[0]
-    for first in range(kept, vocabulary, width):
-        columns = min(width, vocabulary - first)
-        part = weight.narrow(0, first, columns)
-        bias = tensors["bias"].narrow(0, first, columns) if spec.bias else None
-        z = corner(tile, count, columns)
-        product(x, part.t(), z, False)
+    for first, part, transposed, bias, z, _e, _base in views:
+        if first < kept:
+            continue
+        columns = part.shape[0]
+        product(x, transposed, z, False)
         dz = inside(z, x.dtype)
         make_dz(z, dz, bias, target, row, first, spec, config)
         if "weight" in gradients:
@@ -734,17 +741,18 @@ def forward(tensors, spec, config, needs=None):
     db_sum = bias_sums(saved, vocabulary, rows_x)
     row = row_buffers(size, rows_x, spec)
     row_loss = rows_x.new_empty((rows,), dtype=torch.float32)
+    views = None
     for start in range(0, rows, size):
         count = min(size, rows - start)
         x, target = rows_x.narrow(0, start, count), rows_target.narrow(0, start, count)
         row["loss"] = row_loss.narrow(0, start, count)
         dx_sum = None if dx_block is None else dx_block.narrow(0, 0, count)
-        # a short last block's rows come first in every buffer
-        by_slice = bases.narrow(0, 0, bases.shape[0] // size * count).view(-1, count)
-        kept_e = None if held is None else corner(held, count, kept)
-        statistics_pass(
-            x, target, tensors, row, by_slice, tile, kept_e, dx_sum if online else None, width, kept, spec, config
-        )
+        if views is None or count < size:
+            # a short last block's rows come first in every buffer
+            by_slice = bases.narrow(0, 0, bases.shape[0] // size * count).view(-1, count)
+            kept_e = None if held is None else corner(held, count, kept)
+            views = slices(tensors, tile, kept_e, by_slice, online, count, width, kept, spec)
+        statistics_pass(x, target, views, row, dx_sum if online else None, spec, config)
         finish_rows(row, target, None, early, vocabulary, False, how != "none", spec)
         if how == "slices":
             last = start + count == rows
@@ -753,9 +761,8 @@ def forward(tensors, spec, config, needs=None):
                     x, target, start, last, tensors, row, by_slice, kept_e, dx_sum, dw_sum, saved, width, spec, config
                 )
             gradient_pass(
-                x, target, start, last, tensors, row, tile, dx_sum, dw_sum, db_sum, saved, late, width, kept, spec,
-                config,
-            )  # fmt: skip
+                x, target, start, last, views, row, dx_sum, dw_sum, db_sum, saved, late, vocabulary, kept, spec, config
+            )
         if dx_sum is not None:
             dx = saved["x"].view(rows, hidden).narrow(0, start, count)
             if online:
@@ -797,8 +804,11 @@ def backward(tensors, saved, grads, needs, spec, config):
     dx_block = rows_x.new_empty((size, hidden), dtype=torch.float32) if "x" in needs else None
     dw_sum = weight_sums(weight, -(-rows // size), width, gradients, config)
     db_sum = bias_sums(gradients, vocabulary, rows_x)
+    views = None
     for start in range(0, rows, size):
         count = min(size, rows - start)
+        if views is None or count < size:
+            views = slices(tensors, tile, None, None, False, count, width, 0, spec)
         x, target = rows_x.narrow(0, start, count), rows_target.narrow(0, start, count)
         row = row_buffers(count, rows_x, spec)
         row["lse"] = saved["lse"].view(-1).narrow(0, start, count)
@@ -816,9 +826,8 @@ def backward(tensors, saved, grads, needs, spec, config):
         dx_sum = None if dx_block is None else dx_block.narrow(0, 0, count)
         last = start + count == rows
         gradient_pass(
-            x, target, start, last, tensors, row, tile, dx_sum, dw_sum, db_sum, gradients, None, width, 0, spec,
-            config,
-        )  # fmt: skip
+            x, target, start, last, views, row, dx_sum, dw_sum, db_sum, gradients, None, vocabulary, 0, spec, config
+        )
         if dx_sum is not None:
             times(dx_sum, None, gradients["x"].view(rows, hidden).narrow(0, start, count), False)
     if db_sum is not None:
