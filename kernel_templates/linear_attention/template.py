@@ -182,14 +182,11 @@ def load_sums(decay_sums, row, tokens, column, HV: tl.constexpr, K: tl.constexpr
 
 
 @triton.jit
-def within_reach(reach, column, K: tl.constexpr, W: tl.constexpr):
-    """Whether two segments of rows may be taken relative to their boundary, e^+-80, in all of W channels.
-
-    ``reach`` points to a chunk's largest sums of |g| by segment, one in two numbers for every 32 channels.
-    """
+def highest_decay(highest, column, K: tl.constexpr, W: tl.constexpr):
+    """The highest g of a chunk in W channels; one number is stored for every 32."""
     CHANNELS: tl.constexpr = min(W, 32)
-    block_B = column // 32 + tl.arange(0, W // CHANNELS)
-    return tl.max(tl.load(reach + block_B * 2, mask=block_B * 32 < K, other=0.0)) <= 80.0
+    block_B = column // CHANNELS + tl.arange(0, W // CHANNELS)
+    return tl.max(tl.load(highest + block_B, mask=block_B * CHANNELS < K, other=0.0))
 
 
 @triton.jit
@@ -270,7 +267,7 @@ def inner_solve(a_RR, beta_R1, i_R1, j_1R, LOG_B: tl.constexpr, MMA: tl.constexp
 
 @triton.jit(do_not_specialize=["length", "per_sequence", "spans"])
 def prepare_kernel(
-    q, k, g, chunks, q_norm, k_norm, q_decayed, k_decayed, k_ending, chunk_decay, decay_sums, reach,
+    q, k, g, chunks, q_norm, k_norm, q_decayed, k_decayed, k_ending, chunk_decay, decay_sums, highest,
     scale, length, per_sequence, spans,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr, SPAN: tl.constexpr, KP: tl.constexpr,
     BK: tl.constexpr, L2NORM: tl.constexpr, PACKED: tl.constexpr,
@@ -280,8 +277,8 @@ def prepare_kernel(
     q_decayed = s q e^G, k_decayed = k e^G, k_ending = k e^(G_C - G) [tokens, HV, K]; chunk_decay = e^G_C [chunks, HV,
     K].
 
-    For bf16 in chunks of 64, decay_sums = G in fp32 [tokens, HV, K], so that no other kernel scans, and reach
-    [chunks, HV, K / 32, 2], the largest sum of |g| over 32 and over 16 rows in 32 channels.
+    For bf16 in chunks of 64, decay_sums = G in fp32 [tokens, HV, K], so that gradient_kernel does not scan, and the
+    highest g of 32 channels [chunks, HV, K / 32].
     """
     span = tl.program_id(0)
     hv = tl.program_id(1)
@@ -325,16 +322,11 @@ def prepare_kernel(
             through_TK = tl.reshape(through_MTK, (SPAN, BK))
             if C == 64:
                 tl.store(decay_sums + at_TK, through_TK, mask=in_TK)
+                highest_MK = tl.max(g_MTK, axis=1)
+                highest_MB = tl.max(tl.reshape(highest_MK, (SPAN // C, BK // CHANNELS, CHANNELS)), axis=2)
                 block = column // CHANNELS + tl.arange(0, BK // CHANNELS)[None, :]
-                at_MB = ((chunk_head + part_M1 * HV) * tl.cdiv(K, CHANNELS) + block) * 2
-                in_MB = (part_M1 < left) & (block * CHANNELS < K)
-                size_MSK = tl.sum(tl.reshape(tl.abs(g_TK), (SPAN // C, 4, C // 4, BK)), axis=2)
-                half_MK = tl.max(tl.sum(tl.reshape(size_MSK, (SPAN // C, 2, 2, BK)), axis=2), axis=1)
-                half_MB = tl.max(tl.reshape(half_MK, (SPAN // C, BK // CHANNELS, CHANNELS)), axis=2)
-                tl.store(reach + at_MB, half_MB, mask=in_MB)
-                leaf_MK = tl.max(size_MSK, axis=1)
-                leaf_MB = tl.max(tl.reshape(leaf_MK, (SPAN // C, BK // CHANNELS, CHANNELS)), axis=2)
-                tl.store(reach + at_MB + 1, leaf_MB, mask=in_MB)
+                at_MB = (chunk_head + part_M1 * HV) * tl.cdiv(K, CHANNELS) + block
+                tl.store(highest + at_MB, highest_MB, mask=(part_M1 < left) & (block * CHANNELS < K))
         else:
             through_TK, past_TK = segment_sums(g_TK, C, SPAN, BK)
         through_TK = tl.exp(through_TK)
@@ -413,10 +405,9 @@ def load_beta(beta, row, tokens, stride, floor, R: tl.constexpr):
     return tl.where(row + tl.arange(0, R)[:, None] < tokens, beta_R1, 0.0)
 
 
-@triton.jit(do_not_specialize=["length", "per_sequence", "spans"])
+@triton.jit(do_not_specialize=["length", "spans"])
 def gram_kernel(
-    q, k, g, beta, chunks, q_norm, k_norm, decay_sums, reach, scores, solve, scale, beta_floor, length, per_sequence,
-    spans,
+    q, k, g, beta, chunks, q_norm, k_norm, scores, solve, scale, beta_floor, length, spans,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr, R: tl.constexpr, LOG_B: tl.constexpr,
     LEAF: tl.constexpr, LOG_LEAF: tl.constexpr, BK: tl.constexpr,
     DELTA: tl.constexpr, L2NORM: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
@@ -429,7 +420,7 @@ def gram_kernel(
     SPAN: tl.constexpr = C if HALVES else R
     # keys of length 1 keep the inverse within fp16, whose mantissa is tf32's at twice the rate
     SOLVE: tl.constexpr = tl.float16 if (L2NORM & (LEAF == 16)) else tl.float32
-    WIDE: tl.constexpr = HALVES & (LEAF == 16) & (C == 64)
+    WIDE: tl.constexpr = HALVES & (LEAF == 16)
     MMA: tl.constexpr = q.dtype.element_ty
     hv = tl.program_id(1)
     h = hv // (HV // H)
@@ -444,12 +435,6 @@ def gram_kernel(
     token_head = start * HV + hv
     scores += token_head * C
     g += token_head * K
-    if WIDE:
-        decay_sums += token_head * K
-        chunk = tl.program_id(0)
-        if not PACKED:
-            chunk = (chunk // spans) * per_sequence + chunk % spans
-        reach += (chunk.to(tl.int64) * HV + hv) * (2 * tl.cdiv(K, 32))
     i_R1 = tl.arange(0, R)[:, None]
     j_1R = tl.arange(0, R)[None, :]
     qk0_RR = tl.zeros([R, R], tl.float32)
@@ -465,21 +450,23 @@ def gram_kernel(
         q0_RK = load_normed(q, q_norm, 0, tokens, column, H, K, L2NORM, R, BK)
         k0_RK = load_normed(k, k_norm, 0, tokens, column, H, K, L2NORM, R, BK)
         own0_R1 += row_sum(q0_RK * k0_RK)
-        if not WIDE:
-            g0_RK = cut(load_normed(g, g, 0, tokens, column, HV, K, False, R, BK))
+        g0_RK = cut(load_normed(g, g, 0, tokens, column, HV, K, False, R, BK))
         if HALVES:
             q1_RK = load_normed(q, q_norm, R, tokens, column, H, K, L2NORM, R, BK)
             k1_RK = load_normed(k, k_norm, R, tokens, column, H, K, L2NORM, R, BK)
             own1_R1 += row_sum(q1_RK * k1_RK)
-            if not WIDE:
-                g1_RK = cut(load_normed(g, g, R, tokens, column, HV, K, False, R, BK))
+            g1_RK = cut(load_normed(g, g, R, tokens, column, HV, K, False, R, BK))
         if WIDE:
-            through0_RK = load_sums(decay_sums, 0, tokens, column, HV, K, R, BK)
-            through1_RK = load_sums(decay_sums, R, tokens, column, HV, K, R, BK)
-            total0_1K = load_sums(decay_sums, R - 1, tokens, column, HV, K, 1, BK)
-            if within_reach(reach + 1, column, K, BK):
-                middle0_1K = load_sums(decay_sums, R // 2 - 1, tokens, column, HV, K, 1, BK)
-                middle1_1K = load_sums(decay_sums, R + R // 2 - 1, tokens, column, HV, K, 1, BK)
+            through0_RK = tl.cumsum(g0_RK, axis=0)
+            through1_RK = tl.cumsum(g1_RK, axis=0)
+            middle0_1K = tl.sum(tl.where(i_R1 < R // 2, g0_RK, 0.0), axis=0, keep_dims=True)
+            middle1_1K = tl.sum(tl.where(i_R1 < R // 2, g1_RK, 0.0), axis=0, keep_dims=True)
+            total0_1K = tl.sum(g0_RK, axis=0, keep_dims=True)
+            magnitude_2K = tl.maximum(
+                tl.sum(tl.abs(tl.reshape(g0_RK, (2, R // 2, BK))), axis=1),
+                tl.sum(tl.abs(tl.reshape(g1_RK, (2, R // 2, BK))), axis=1),
+            )
+            if tl.max(magnitude_2K) <= 80.0:
                 log_RK = through0_RK - middle0_1K
                 rise_RK = tl.exp(log_RK)
                 far_KR = tl.trans((k0_RK * tl.exp(-log_RK)).to(MMA))
@@ -493,8 +480,6 @@ def gram_kernel(
                 if DELTA:
                     kk1_RR += tl.dot((k1_RK * rise_RK).to(MMA), far_KR)
             else:
-                g0_RK = cut(load_normed(g, g, 0, tokens, column, HV, K, False, R, BK))
-                g1_RK = cut(load_normed(g, g, R, tokens, column, HV, K, False, R, BK))
                 qk0_RR, kk0_RR = diagonal_grams(
                     qk0_RR, kk0_RR, q0_RK, k0_RK, g0_RK, i_R1, j_1R, DELTA, MMA, PRECISION, LEAF, LOG_LEAF,
                     LOG_B, R, BK,
@@ -503,7 +488,7 @@ def gram_kernel(
                     qk1_RR, kk1_RR, q1_RK, k1_RK, g1_RK, i_R1, j_1R, DELTA, MMA, PRECISION, LEAF, LOG_LEAF,
                     LOG_B, R, BK,
                 )  # fmt: skip
-            since_RK = tl.exp(through1_RK - total0_1K)
+            since_RK = tl.exp(through1_RK)
             far_KR = tl.trans((k0_RK * tl.exp(total0_1K - through0_RK)).to(MMA))
             qk10_RR += tl.dot((q1_RK * since_RK).to(MMA), far_KR)
             if DELTA:
@@ -1029,7 +1014,7 @@ def state_products(
 
 @triton.jit(do_not_specialize=["length", "per_sequence", "spans"])
 def gradient_kernel(
-    q, k, g, q_norm, k_norm, decay_sums, reach, states, grad_states, values, grad_o, grad_v, grad_scores, grad_solve,
+    q, k, g, q_norm, k_norm, decay_sums, highest, states, grad_states, values, grad_o, grad_v, grad_scores, grad_solve,
     own_grads, q_dots, k_dots, grad_q, grad_k, grad_g, chunks, scale, length, per_sequence, spans,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, SPAN: tl.constexpr,
     LOG_C: tl.constexpr, LEAF: tl.constexpr, LOG_LEAF: tl.constexpr, BK: tl.constexpr, SLICES: tl.constexpr,
@@ -1092,8 +1077,12 @@ def gradient_kernel(
                 sums_TK = load_sums(sums, 0, tokens, column, HV, K, SPAN, BK)
                 last_1K = load_sums(sums, C - 1, tokens, column, HV, K, 1, BK)
                 middle_1K = load_sums(sums, 31, tokens, column, HV, K, 1, BK)
-                own_reach = reach + (first_chunk.to(tl.int64) * HV + hv) * (2 * tl.cdiv(K, 32))
-                within = within_reach(own_reach, column, K, BK)
+                quarter_1K = load_sums(sums, 15, tokens, column, HV, K, 1, BK)
+                last_quarter_1K = load_sums(sums, 47, tokens, column, HV, K, 1, BK)
+                own_highest = highest + (first_chunk.to(tl.int64) * HV + hv) * tl.cdiv(K, min(BK, 32))
+                # sums that only fall are largest at the ends of their segments
+                falling = highest_decay(own_highest, column, K, BK) <= 0.0
+                within = falling & (tl.min(tl.minimum(middle_1K, last_1K - middle_1K)) >= -80.0)
             else:
                 g_TK = cut(tl.load(g + at_TK, mask=in_TK, other=0.0))
             own_grad_T1 = load_scalars(own_grads + token_head, 0, tokens, HV, SPAN)
@@ -1154,9 +1143,9 @@ def gradient_kernel(
                     if not ONCE:
                         near_score_TT, near_solve_TT = load_pair(grad_scores, grad_solve, matrix, near_TT, DELTA)
                     # the same in the blocks of 32 rows
-                    within_leaf = within_reach(own_reach + 1, column, K, BK)
-                    quarter_1K = load_sums(sums, 15, tokens, column, HV, K, 1, BK)
-                    last_quarter_1K = load_sums(sums, 47, tokens, column, HV, K, 1, BK)
+                    lowest_1K = tl.minimum(quarter_1K, middle_1K - quarter_1K)
+                    lowest_1K = tl.minimum(lowest_1K, last_quarter_1K - middle_1K)
+                    within_leaf = falling & (tl.min(tl.minimum(lowest_1K, last_1K - last_quarter_1K)) >= -80.0)
                     log_TK = sums_TK - tl.where(upper_T1, last_quarter_1K, quarter_1K)
                     upper_T1 = (i_T1 // LEAF) % 2 == 1
                     near_TK = tl.exp(tl.where(upper_T1, log_TK, -log_TK))
@@ -1455,7 +1444,7 @@ def decayed_like(tensors, spec, config):
     made["chunk_decay"] = q.new_empty((count, heads, key_dim), dtype=torch.float32)
     if q.dtype == torch.bfloat16 and config["chunk"] == 64:
         made["decay_sums"] = torch.empty_like(made["q_decayed"], dtype=torch.float32)
-        made["reach"] = q.new_empty((count, heads, triton.cdiv(key_dim, 32), 2), dtype=torch.float32)
+        made["highest"] = q.new_empty((count, heads, triton.cdiv(key_dim, 16)), dtype=torch.float32)
     return made
 
 
@@ -1523,7 +1512,7 @@ def prepare(tensors, spec, config, made, chunks, scale):
     span = span_rows(tensors, config["prepare_rows"], chunk)
     prepare_kernel[(chunk_count(tensors, span), heads)](
         q, k, g, chunks, made.get("q_norm"), made.get("k_norm"), made["q_decayed"], made["k_decayed"], made["k_ending"],
-        made["chunk_decay"], made.get("decay_sums"), made.get("reach"), scale, length, triton.cdiv(length, chunk),
+        made["chunk_decay"], made.get("decay_sums"), made.get("highest"), scale, length, triton.cdiv(length, chunk),
         triton.cdiv(length, span),
         H=key_heads, HV=heads, K=key_dim, C=chunk, SPAN=span, KP=padded(key_dim),
         BK=min(config["prepare_bk"], padded(key_dim)),
@@ -1598,9 +1587,8 @@ def forward(tensors, spec, config):
         block = min(rows, chunk)
         leaf = min(leaf_rows(q.dtype), block)
         gram_kernel[(chunk_count(tensors, span), heads)](
-            q, k, g, beta, chunks, made.get("q_norm"), made.get("k_norm"), made.get("decay_sums"), made.get("reach"),
-            saved["scores"], saved.get("solve"), scale, smallest_beta(q.dtype), length, triton.cdiv(length, chunk),
-            triton.cdiv(length, span),
+            q, k, g, beta, chunks, made.get("q_norm"), made.get("k_norm"), saved["scores"], saved.get("solve"),
+            scale, smallest_beta(q.dtype), length, triton.cdiv(length, span),
             H=key_heads, HV=heads, K=key_dim, C=chunk, R=rows, LOG_B=block.bit_length() - 1,
             LEAF=leaf, LOG_LEAF=leaf.bit_length() - 1, BK=min(config["gram_bk"], padded(key_dim)),
             DELTA=spec.delta, L2NORM=spec.qk_l2norm, PACKED=cu_seqlens is not None, PRECISION=precision,
@@ -1720,7 +1708,7 @@ def backward(tensors, saved, grads, needs, spec, config):
         slices = min(config["gradient_slices"], triton.cdiv(key_dim, block))
         programs = chunk_count(tensors, span) * triton.cdiv(key_dim, block * slices)
         gradient_kernel[(programs, key_heads)](
-            q, k, g, made.get("q_norm"), made.get("k_norm"), made.get("decay_sums"), made.get("reach"),
+            q, k, g, made.get("q_norm"), made.get("k_norm"), made.get("decay_sums"), made.get("highest"),
             states, grad_states, values, grad_o, grad_v, grad_scores, grad_solve, own_grads, q_dots, k_dots,
             grad_q, grad_k, grad_g, chunks,
             scale, length, per_sequence, triton.cdiv(length, span),
