@@ -111,7 +111,8 @@ def gaps_table(gaps: dict[str, Any]) -> Table:
     rows = sorted((row for row in gaps["rows"] if row["gap"]), key=lambda row: -row["gain"])
     for row in rows:
         times = milliseconds(row["provider_ms"]), milliseconds(row["floor_ms"])
-        cells = (row["name"], percent(row["share_time"]), percent(row["gain"]), *times, row["bound"], row["provider"])
+        name = row["name"] if row["digest"] else f"{row['name']} (no template family)"
+        cells = (name, percent(row["share_time"]), percent(row["gain"]), *times, row["bound"], row["provider"])
         table.add_row(*(Text(cell) for cell in cells))
     return table
 
@@ -146,7 +147,11 @@ def parse_view(outcome: dict[str, Any]) -> RenderableType:
     if outcome["gaps"] is not None:
         gaps = outcome["gaps"]
         where = f"projection for {gaps['target']} at {gaps['sequence_length']} tokens"
-        parts += ["", gaps_table(gaps) if gaps["gaps"] else Text("no gaps"), Text(where, style="dim")]
+        parts += [
+            "",
+            gaps_table(gaps) if any(row["gap"] for row in gaps["rows"]) else Text("no gaps"),
+            Text(where, style="dim"),
+        ]
     if outcome["gaps"] is not None and outcome["gaps"]["coverage"]:
         parts += ["", coverage_table(outcome["gaps"])]
     lines = [("new", name) for name in a["novel"]] + [("warning", line) for line in a["warnings"]]
