@@ -1,15 +1,19 @@
-"""Judges a run's accepted kernels on this machine: ``python -m benchmarks.agents.rejudge RESULTS.json [--cases N]``.
+"""Judges a run's accepted kernels on this machine: ``python -m benchmarks.agents.rejudge RESULTS.json``.
 
-Where there is a GPU a kernel that was accepted on the interpreter is compiled, judged and timed; the
-rows of the results get ``gpu``.
+Where there is a GPU a kernel that was accepted on the interpreter is compiled, judged and timed there; the rows of the
+results get ``gpu``. Verdicts are bound by compilation, so several are made side by side, each in a process of its own;
+times are taken one after the other once no verdict is being made any more.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import sys
 import tempfile
+import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +21,7 @@ import torch
 import triton
 
 from benchmarks.agents import suite
-from benchmarks.agents.run import kernels_of, timed, write
+from benchmarks.agents.run import kernels_of, write
 from onboarding.problem import Problem
 from onboarding.stages.judge.judging import judge
 from onboarding.stages.judge.stage import choose_device
@@ -27,19 +31,88 @@ def main(arguments: list[str] | None = None) -> int:
     """Exit status 0 when every kernel was judged, accepted or not."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.agents.rejudge", description=__doc__)
     parser.add_argument("results", type=Path)
+    parser.add_argument("--only", default="", help="names, separated by commas")
     parser.add_argument("--cases", type=int, default=12)
+    parser.add_argument("--parallel", type=int, default=1, help="verdicts side by side")
+    parser.add_argument("--seconds", type=float, default=21_600.0, help="start nothing after so long, end soon after")
+    parser.add_argument("--out", type=Path, help="where the results go; in place by default")
     options = parser.parse_args(arguments)
     results = json.loads(options.results.read_text())
-    for path in sorted(kernels_of(options.results).glob("*.py")):
-        row = judged(path, options.cases)
+    out = options.out or options.results
+    paths = sorted(kernels_of(options.results).glob("*.py"))
+    if options.only:
+        wanted = options.only.split(",")
+        paths = sorted((p for p in paths if p.stem in wanted), key=lambda p: wanted.index(p.stem))
+    begin, missing = time.monotonic(), []
+    for path, row in _all(paths, options.cases, options.parallel, options.seconds):
+        if row is None:
+            missing.append(path.stem)
+            continue
         results["operators"][path.stem]["gpu"] = row
-        write(options.results, results)
-        print(f"{path.stem}: {row['outcome']} ({row['level']} on {row['device']})", flush=True)
-    return 0
+        write(out, results)
+        speed = row.get("speed") or {}
+        times = ", ".join(f"{name} {value:.3g}" for name, value in speed.items() if isinstance(value, float))
+        print(f"{path.stem}: {row['outcome']} ({row['level']} on {row['device']}) {times}", flush=True)
+    print(f"{time.monotonic() - begin:.0f} s; without a verdict: {', '.join(missing) or 'none'}", flush=True)
+    return 1 if missing else 0
+
+
+def _all(paths: list[Path], cases: int, parallel: int, seconds: float) -> list[tuple[Path, dict[str, Any] | None]]:
+    """Every kernel's row; None where time ran out or its process died."""
+    spawn = multiprocessing.get_context("spawn")
+    waiting, turn, end = spawn.Value("i", len(paths)), spawn.Lock(), time.monotonic() + seconds
+    places = spawn.Semaphore(parallel)
+    with tempfile.TemporaryDirectory(prefix="onboard-rejudge-") as folder:
+        answers = {path: Path(folder) / f"{path.stem}.json" for path in paths}
+        running = [
+            spawn.Process(target=_one, args=(path, cases, answers[path], places, waiting, turn, end)) for path in paths
+        ]
+        for process in running:
+            process.start()
+        for process in running:
+            process.join(max(1.0, end + 20.0 - time.monotonic()))
+            if process.is_alive():
+                process.kill()
+                process.join()
+        return [(path, json.loads(a.read_text()) if a.is_file() else None) for path, a in answers.items()]
+
+
+def _one(path: Path, cases: int, answer: Path, places: Any, waiting: Any, turn: Any, end: float) -> None:
+    """One kernel: compile what will be timed, judge, and time when all verdicts are made."""
+    row: dict[str, Any] | None = None
+    try:
+        with places:
+            if time.monotonic() > end:
+                return
+            ready = None
+            if choose_device("auto") == "cuda":
+                ready = _ready(path)
+            row = judged(path, cases)
+        answer.write_text(json.dumps(row))
+    finally:
+        with waiting.get_lock():
+            waiting.value -= 1
+    if ready is None or row is None or row["outcome"] != "accepted":
+        return
+    while waiting.value > 0 and time.monotonic() < end:
+        time.sleep(0.1)
+    with turn:
+        row["speed"] = ready.measure() | {"alone": waiting.value <= 0}
+        answer.write_text(json.dumps(row))
+
+
+def _ready(path: Path) -> Any:
+    from benchmarks.agents.speed import Ready
+
+    try:
+        return Ready(path.read_text(), suite.load(path.stem))
+    except Exception:  # what cannot be timed can still be judged
+        traceback.print_exc()
+        return None
 
 
 def judged(path: Path, cases: int) -> dict[str, Any]:
-    """One kernel's verdict here, and its time where there is a GPU."""
+    """One kernel's verdict here."""
     source, spec, device = path.read_text(), suite.load(path.stem), choose_device("auto")
     row: dict[str, Any] = {"torch": torch.__version__, "triton": triton.__version__}
     with tempfile.TemporaryDirectory(prefix="onboard-rejudge-") as folder:
@@ -47,10 +120,8 @@ def judged(path: Path, cases: int) -> dict[str, Any]:
             verdict = judge(source.encode(), spec, folder=Path(folder), device=device, cases=cases)
         except Problem as problem:
             return row | {"outcome": "not judged", "level": "", "device": device, "reasons": [problem.title]}
-    row |= {name: getattr(verdict, name) for name in ("outcome", "level", "device", "worst_share", "seed", "reasons")}
-    if verdict.outcome == "accepted" and device == "cuda":
-        row["speed"] = timed(source, path.stem)
-    return row
+    facts = ("outcome", "level", "device", "worst_share", "seed", "reasons", "seconds")
+    return row | {name: getattr(verdict, name) for name in facts} | {"cases": len(verdict.cases)}
 
 
 if __name__ == "__main__":

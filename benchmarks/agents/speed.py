@@ -1,10 +1,12 @@
 """Time of an accepted kernel against torch.compile on the reference, on the GPU at hand, at the published sizes.
 
-The candidate was accepted by the judge and the suite's references are our own: both run in this process.
+The candidate was accepted by the judge and the suite's references are our own: both run in this process. A reference
+that loops over time in Python is timed eager: torch.compile would unroll every step.
 """
 
 from __future__ import annotations
 
+import ast
 import statistics
 import tempfile
 from collections.abc import Callable
@@ -22,51 +24,72 @@ from kernel_templates.novel import NovelSpec
 from onboarding.stages.judge import novel
 from onboarding.stages.judge.novel_child import entry_point
 
-ROUNDS = 20
+ROUNDS, ROUNDS_OF_A_LOOP = 20, 2
 FLUSH_BYTES = 256 * 2**20
+Run = Callable[[], tuple[Tensor, ...]]
 
 
-def compare(source: str, spec: NovelSpec) -> dict[str, float]:
-    """Median milliseconds of one forward and backward: the kernel, and torch.compile on the reference."""
-    sizes = {name: dim.most or dim.full for name, dim in spec.call.dims.items()}
-    generator = torch.Generator("cuda").manual_seed(0)
-    case = Case(name="published", dims=sizes, dtype=spec.dtype)
-    tensors = novel.FAMILY.make_tensors(spec, case, generator, getattr(torch, spec.dtype), "cuda")
-    given = {n: t for n, t in tensors.items() if t is not None}
-    for role in spec.inputs():
-        given[role.name].requires_grad_(role.differentiable)
-    with tempfile.TemporaryDirectory() as folder:
-        configs = novel.configs_for(spec, source.encode(), Path(folder) / "configs")
+def compare(source: str, spec: NovelSpec) -> dict[str, Any]:
+    """Median milliseconds of one forward and backward: the kernel, and the reference."""
+    return Ready(source, spec).measure()
+
+
+class Ready:
+    """A kernel and its reference, both compiled and run once."""
+
+    def __init__(self, source: str, spec: NovelSpec) -> None:
+        sizes = {name: dim.most or dim.full for name, dim in spec.call.dims.items()}
+        generator = torch.Generator("cuda").manual_seed(0)
+        case = Case(name="published", dims=sizes, dtype=spec.dtype)
+        tensors = novel.FAMILY.make_tensors(spec, case, generator, getattr(torch, spec.dtype), "cuda")
+        self.given = {n: t for n, t in tensors.items() if t is not None}
+        for role in spec.inputs():
+            self.given[role.name].requires_grad_(role.differentiable)
+        self.loops = any(isinstance(node, ast.For | ast.While) for node in ast.walk(ast.parse(spec.source)))
+        self._folder = tempfile.TemporaryDirectory()
+        folder = Path(self._folder.name)
         kernel = bind(
-            load_source(source, Path(folder)),
+            load_source(source, folder),
             name=spec.name.replace(" ", "_"),
-            choose_config=Chooser.from_folder(configs),
+            choose_config=Chooser.from_folder(novel.configs_for(spec, source.encode(), folder / "configs")),
         )
-        reference = torch.compile(entry_point(load_source(spec.source, Path(folder)), spec.call))
+        plain = entry_point(load_source(spec.source, folder), spec.call)
+        reference = plain if self.loops else torch.compile(plain)
+        self.runs: dict[str, Run] = {
+            "kernel_ms": lambda: kernel(**self.given),
+            "reference_ms": lambda: _outputs(reference(self.given)),
+        }
+        self.step("kernel_ms")
+        self.step("reference_ms")
+        torch.cuda.synchronize()
+
+    def step(self, name: str) -> None:
+        """One forward and backward."""
+        leaves = [t for t in self.given.values() if t.requires_grad]
         with torch.device("cuda"):
-            times = {
-                "kernel_ms": _median(lambda: kernel(**given), given),
-                "compiled_ms": _median(lambda: _outputs(reference(given)), given),
-            }
-    return times | {"ratio": times["compiled_ms"] / times["kernel_ms"]}
+            outputs = [o for o in self.runs[name]() if o.requires_grad]
+            torch.autograd.grad(outputs, leaves, [torch.ones_like(o) for o in outputs])
+
+    def measure(self) -> dict[str, Any]:
+        """Median milliseconds of each, their rounds interleaved."""
+        flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+        times: dict[str, list[float]] = {name: [] for name in self.runs}
+        for turn in range(ROUNDS + 3):
+            for name in self.runs:
+                if name == "reference_ms" and self.loops and turn >= ROUNDS_OF_A_LOOP:
+                    continue
+                flush.zero_()
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+                begin.record()
+                self.step(name)
+                end.record()
+                torch.cuda.synchronize()
+                if turn >= 3 or (self.loops and name == "reference_ms"):
+                    times[name].append(float(begin.elapsed_time(end)))
+        found = {name: statistics.median(each) for name, each in times.items()}
+        peer = "eager, a loop over time" if self.loops else "torch.compile"
+        return found | {"ratio": found["reference_ms"] / found["kernel_ms"], "peer": peer}
 
 
 def _outputs(result: Any) -> tuple[Tensor, ...]:
     return (result,) if isinstance(result, Tensor) else tuple(result.values() if isinstance(result, dict) else result)
-
-
-def _median(run: Callable[[], tuple[Tensor, ...]], given: dict[str, Tensor]) -> float:
-    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
-    leaves = [t for t in given.values() if t.requires_grad]
-    times = []
-    for turn in range(ROUNDS + 3):
-        flush.zero_()
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        begin.record()
-        outputs = [o for o in run() if o.requires_grad]
-        torch.autograd.grad(outputs, leaves, [torch.ones_like(o) for o in outputs])
-        end.record()
-        torch.cuda.synchronize()
-        if turn >= 3:
-            times.append(float(begin.elapsed_time(end)))
-    return statistics.median(times)
