@@ -8,6 +8,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import httpx
 import pytest
@@ -16,7 +18,13 @@ import pytest
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     """A service of its own, and a client that is signed in."""
-    home = tmp_path_factory.mktemp("whole")
+    with serving(tmp_path_factory.mktemp("whole"), {}) as client:
+        yield client
+
+
+@contextmanager
+def serving(home: Path, more: dict[str, str]) -> Iterator[httpx.Client]:
+    """A service with further variables of the environment, and a client that is signed in."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -25,6 +33,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
         "ONBOARD_HOME": str(home / "home"),
         "ONBOARD_PORT": str(port),
         "XDG_CONFIG_HOME": str(home / "config"),
+        **more,
     }
     with (home / "serve.log").open("w") as log:
         process = subprocess.Popen(

@@ -24,9 +24,9 @@ FAMILIES = {
 }
 
 
-def posted(service: httpx.Client, files: dict[str, bytes], name: str) -> dict[str, Any]:
+def posted(service: httpx.Client, files: dict[str, bytes], name: str, **more: Any) -> dict[str, Any]:
     """The job of some files at its end."""
-    options = json.dumps({"profile": "quick", "device": "cpu"})
+    options = json.dumps({"profile": "quick", "device": "cpu", **more})
     parts = [("files", (path, content)) for path, content in files.items()]
     answer = service.post("/v1/jobs", files=parts, data={"name": name, "options": options})
     assert answer.status_code == 202, answer.text
