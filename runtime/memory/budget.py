@@ -94,6 +94,9 @@ def plan(model: nn.Module, config: RunConfig, device: torch.device, output: Path
             for _, block in blocks(model)
         ]
         gathered = sum(sorted(whole, reverse=True)[:2]) * itemsize_of(config)
+    cached = 0
+    if config.memory.recompute == "swap_cache":  # never more than there is to keep
+        cached = min(int(config.memory.cache_device_gib * GIB), sum(saved_by_block(model, config)))
     budget.device = {
         "weights": weights,
         "gradients": adapters,
@@ -101,7 +104,7 @@ def plan(model: nn.Module, config: RunConfig, device: torch.device, output: Path
         "gathered weights": gathered,
         "activations": activations(model, config),
         "logits": logits(model, config),
-        "operator cache": int(config.memory.cache_device_gib * GIB) if config.memory.recompute == "swap_cache" else 0,
+        "operator cache": cached,
     }
     saved = adapters + state
     budget.host = {
@@ -134,12 +137,16 @@ def refuse_too_large(budget: Budget) -> None:
 
 def activations(model: nn.Module, config: RunConfig) -> int:
     """Estimate for one micro-batch of one rank."""
-    itemsize = itemsize_of(config)
     tokens = config.step.microbatch * config.data.sequence_length
-    hidden = int(text_config(model).hidden_size)
-    per_block = [_saved(b) * tokens * itemsize for _, b in blocks(model)]
-    inputs = len(per_block) * hidden * tokens * itemsize
+    per_block = saved_by_block(model, config)
+    inputs = len(per_block) * int(text_config(model).hidden_size) * tokens * itemsize_of(config)
     return inputs + (sum(per_block) if config.memory.recompute == "none" else max(per_block, default=0))
+
+
+def saved_by_block(model: nn.Module, config: RunConfig) -> list[int]:
+    """Bytes that each block keeps for backward where nothing is recomputed, for one micro-batch of one rank."""
+    tokens = config.step.microbatch * config.data.sequence_length
+    return [_saved(block) * tokens * itemsize_of(config) for _, block in blocks(model)]
 
 
 def logits(model: nn.Module, config: RunConfig) -> int:

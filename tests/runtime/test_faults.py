@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -157,6 +158,28 @@ def test_a_stopped_rank_is_noticed_by_the_others_and_replaced(
     assert "no progress for" in stacks
     assert "step.py" in stacks  # where it waited for the other rank
     report("SIGSTOP of a rank (hang_s 40)", 40.0, resumed["at"] - begun)
+
+
+def test_a_slow_rank_is_told_by_an_alert_and_nothing_is_lost(
+    tmp_path: Path, launched: list[Launch], unbroken: dict[int, float]
+) -> None:
+    """Ten usual steps without one rank: all wait for it, the run says so and goes on."""
+    alerts = {"alerts": [{"rule": "throughput-drop", "limit": 0.7}], "tensorboard": False}
+    run = Launch(write_run(tmp_path, parallel={"ep": 2}, telemetry=alerts), 2)
+    launched.append(run)
+    run.until("step", 5)
+    usual = statistics.median(e["seconds"] for e in run.events if e["kind"] == "step" and e["step"] > 1)
+    begun = time.monotonic()
+    slow = run.rank(1)
+    slow.send_signal(signal.SIGSTOP)
+    time.sleep(max(3.0, 10 * usual))
+    slow.send_signal(signal.SIGCONT)
+    going_on = time.monotonic()
+    alert = run.until("alert")
+    assert "below the median" in alert["words"]
+    assert run.end() == 0
+    assert run.losses() == pytest.approx(unbroken, rel=1e-9)
+    report("slow rank", alert["at"] - begun, going_on - begun)
 
 
 def test_a_run_goes_on_with_another_number_of_ranks(
