@@ -156,3 +156,17 @@ def test_the_shipped_candidates_name_no_size_that_is_not_tried() -> None:
     for family, flags in (("gated_activation", {"width": 100}), ("linear_attention", KDA)):
         spec = make_spec(family, flags)
         assert steering.beyond(spec, steering.numbers_in(candidate(spec)), "interpreted") == []
+
+
+@pytest.mark.parametrize("elements", [1717 * 96, 250_000])
+def test_numbers_of_elements_are_met(elements: int) -> None:
+    spec = make_spec("norm", NORM)
+    known = family_module("norm", "cases").cases(spec, random.Random(0), 20, "interpreted")
+    found = steering.cases(spec, known, 2, Numbers(sizes=(elements,)), "interpreted", random.Random(0))
+    counts = {case.dims["rows"] * case.dims["heads"] * case.dims["hidden"] for case in found}
+    assert min(count for count in counts if count >= elements) < elements + 96
+    assert (elements in counts) == (elements % 96 == 0)
+    moe = make_spec("moe", MOE)
+    known = family_module("moe", "cases").cases(moe, random.Random(0), 20, "interpreted")
+    found = steering.cases(moe, known, 2, Numbers(sizes=(elements,)), "interpreted", random.Random(0))
+    assert max(case.dims["tokens"] for case in found) <= 400  # more would take minutes

@@ -4,7 +4,8 @@ A kernel that is wrong only from 5,000 rows, or that clamps weights above 8, pas
 answers, none of which knows the fault beforehand:
 
 - every size that the spec fixes is tried at its published value, every other at the largest that the level can pay for;
-- numbers in the candidate's source are sizes one below, at and above which, and values at which, it is tried;
+- numbers in the candidate's source are sizes one below, at and above which, numbers of elements and values at which, it
+  is tried;
 - values span magnitudes: some elements of an input are multiplied by up to 2^7 (2^3 in fp16), or are such a number.
 
 What lies beyond the budget is not tried; the verdict names those numbers (:func:`beyond`).
@@ -43,6 +44,8 @@ _LITERAL = {"norm": 1 << 15, "gated_activation": 1 << 15}
 _COMPILED = 1 << 17
 _ELEMENTS = {"interpreted": 1 << 18, "compiled": 1 << 27}
 """Most elements that the largest input of one case may have; a size that the source names may take four times that."""
+_PRODUCTS = 2
+"""Numbers of the source, larger than any size, that are tried as numbers of elements."""
 _HEADS = 8
 """Heads are independent of each other and each costs as much as the first."""
 _BOUNDARY = {"norm": ("hidden",), "gated_activation": ("width",), "moe": ("experts", "hidden", "intermediate")}
@@ -141,6 +144,8 @@ def cases(
     maker = _Maker(spec, plain, level)
     found = [*maker.published(), *maker.tall(rng), *maker.boundary(rng)]
     tallest = max((case.dims[maker.main] for case in found), default=0) if maker.main else 0
+    for number in beyond(spec, numbers, level)[:_PRODUCTS]:
+        found += maker.products(number)
     for number in [n for n in numbers.sizes if n <= _largest(spec, level)][: max(2, count // 3)]:
         cheap = spec.family in _LITERAL and number <= tallest
         for name in rng.sample(maker.free, 1) if cheap else maker.free[:1]:
@@ -208,6 +213,19 @@ class _Maker:
             return []
         most = _TALLEST.get(self.spec.family, _TALL)
         return self.resized({self.main: rng.randint(5 * most // 6, most)}, "tall")
+
+    def products(self, number: int) -> list[Case]:
+        """So many elements as a number of the source says, or a few more: of the published sizes and many rows."""
+        own = {n: s for n, s in self.spec.dims().items() if n in self.plain[0].dims and 1 < s < number}
+        if not self.main or not own:
+            return []
+        name = max(own, key=lambda n: own[n])
+        rows = -(-number // own[name])
+        if rows >= _largest(self.spec, self.level):
+            return []
+        exact = [rows, rows + 1] if number % own[name] == 0 else [rows]
+        why = f"number {number} of its source, as a product"
+        return [case for count in exact for case in self.resized({self.main: count, name: own[name]}, why, 4)]
 
     def boundary(self, rng: random.Random) -> list[Case]:
         """Beside a power of two in every size that allows it; in the first always one below, where bins are full."""
