@@ -434,6 +434,11 @@ def part_size(total, most):
     return min(total, most, -(-total // (count * 128)) * 128)
 
 
+def part_of(width, most):
+    """Width of the parts of a slice that programs hold: whole parts make a slice."""
+    return width // -(-width // most) if width % -(-width // most) == 0 else width
+
+
 def kept_classes(vocabulary, needs, half, spec, config):
     """Classes whose exponentials are kept from the first pass: whole slices, or the whole vocabulary.
 
@@ -497,7 +502,7 @@ def make_dz(z, dz, bias, target, row, first, spec, config):
 
 
 def follow(held, bases, row, width):
-    """Launch what brings kept exponentials [N, K] from ``bases`` [slices, N] to the last reference."""
+    """Launch what brings kept exponentials [N, K], in parts of ``width``, from ``bases`` [parts, N] to the last m."""
     count, kept = held.shape
     _follow_kernel[(count, -(-kept // width))](
         held, bases, row["max"], kept, width, held.stride(0), BLOCK=1024, num_warps=4
@@ -619,43 +624,52 @@ def bias_sums(gradients, vocabulary, like):
     return like.new_zeros((vocabulary,), dtype=torch.float32) if "bias" in gradients else None
 
 
-def slices(tensors, tile, held, bases, online, count, width, kept, spec):
+def slices(tensors, tile, held, bases, online, count, width, part_width, kept, spec):
     """By slice what is the same for every block of ``count`` rows.
 
-    First class, rows of W and their transpose, biases, logits, exponentials and where their reference goes, or None.
+    First class, rows of W and their transpose, biases, logits; and parts of the slice, as wide as a program's tile:
+    first class, logits, biases, exponentials and where their reference goes, or None.
     """
     weight = tensors["weight"]
     vocabulary = weight.shape[0]
     found = []
     for first in range(0, vocabulary, width):
         columns = min(width, vocabulary - first)
-        part = weight.narrow(0, first, columns)
+        rows = weight.narrow(0, first, columns)
         bias = tensors["bias"].narrow(0, first, columns) if spec.bias else None
         z = corner(tile, count, columns)
-        e, base = None, None
-        if online:
-            e, base = inside(z, weight.dtype), bases[0]
-        elif first < kept:
-            e, base = held.narrow(1, first, columns), bases[first // width]
-        found.append((first, part, part.t(), bias, z, e, base))
+        parts = []
+        for start in range(0, columns, part_width):
+            size = min(part_width, columns - start)
+            e, base = None, None
+            if online:
+                e, base = inside(z, weight.dtype), bases[0]
+            elif first < kept:
+                e, base = held.narrow(1, first + start, size), bases[(first + start) // part_width]
+            some = None if bias is None else bias.narrow(0, start, size)
+            parts.append((first + start, z.narrow(1, start, size), some, e, base))
+        found.append((first, rows, rows.t(), bias, z, parts))
     return found
 
 
 def statistics_pass(x, target, views, row, dx_sum, spec, config):
     """Every slice's logits once: statistics, kept exponentials, and (dx_sum) the sum of exponentials times W."""
     half = x.dtype == torch.float16
-    for first, part, transposed, bias, z, e, base in views:
+    for first, weight, transposed, _, z, parts in views:
         product(x, transposed, z, False)
-        statistics(z, bias, target, row, base, e, dx_sum, first, half, spec, config)
+        for start, some, bias, e, base in parts:
+            statistics(some, bias, target, row, base, e, dx_sum, start, half, spec, config)
         if dx_sum is not None:
-            product(e, part, dx_sum, first > 0)
+            product(parts[0][3], weight, dx_sum, first > 0)
 
 
-def kept_pass(x, target, start, last, tensors, row, bases, held, dx_sum, dw_sum, gradients, width, spec, config):
+def kept_pass(
+    x, target, start, last, tensors, row, bases, held, dx_sum, dw_sum, gradients, width, part_width, spec, config
+):
     """The products of a block of rows from ``start`` on with the dz of kept classes; ``last``: no block follows."""
     weight = tensors["weight"]
     kept = held.shape[1]
-    follow(held, bases, row, width)
+    follow(held, bases, row, part_width)
     scale = torch.empty_like(row["a"])
     row_scales(held, target, row, scale, spec)
     if "weight" in gradients:
@@ -681,7 +695,7 @@ def gradient_pass(
     x, target, start, last, views, row, dx_sum, dw_sum, db_sum, gradients, factor, vocabulary, kept, spec, config
 ):
     """The dz of what is not kept, of rows from ``start`` on, and its products; ``last``: no block follows."""
-    for first, part, transposed, bias, z, _e, _base in views:
+    for first, part, transposed, bias, z, _ in views:
         if first < kept:
             continue
         columns = part.shape[0]
@@ -733,9 +747,10 @@ def forward(tensors, spec, config, needs=None):
     size = part_size(rows, config["online_rows"] if online else config["rows"])
     width = part_size(vocabulary, config["online_classes"] if online else config["classes"])
     kept = kept_classes(vocabulary, wanted, half, spec, config)
+    part_width = width if online else part_of(width, config["tile_classes"])
     tile = wide_buffer(size, width, rows_x, torch.float32)
     held = wide_buffer(size, kept, rows_x, rows_x.dtype) if kept > 0 else None
-    bases = rows_x.new_empty((max(1, -(-kept // width)) * size,), dtype=torch.float32)
+    bases = rows_x.new_empty((max(1, -(-kept // part_width)) * size,), dtype=torch.float32)
     dx_block = rows_x.new_empty((size, hidden), dtype=torch.float32) if "x" in wanted else None
     dw_sum = weight_sums(weight, -(-rows // size), width, saved, config)
     db_sum = bias_sums(saved, vocabulary, rows_x)
@@ -749,17 +764,18 @@ def forward(tensors, spec, config, needs=None):
         dx_sum = None if dx_block is None else dx_block.narrow(0, 0, count)
         if views is None or count < size:
             # a short last block's rows come first in every buffer
-            by_slice = bases.narrow(0, 0, bases.shape[0] // size * count).view(-1, count)
+            by_part = bases.narrow(0, 0, bases.shape[0] // size * count).view(-1, count)
             kept_e = None if held is None else corner(held, count, kept)
-            views = slices(tensors, tile, kept_e, by_slice, online, count, width, kept, spec)
+            views = slices(tensors, tile, kept_e, by_part, online, count, width, part_width, kept, spec)
         statistics_pass(x, target, views, row, dx_sum if online else None, spec, config)
         finish_rows(row, target, None, early, vocabulary, False, how != "none", spec)
         if how == "slices":
             last = start + count == rows
             if kept > 0:
                 kept_pass(
-                    x, target, start, last, tensors, row, by_slice, kept_e, dx_sum, dw_sum, saved, width, spec, config
-                )
+                    x, target, start, last, tensors, row, by_part, kept_e, dx_sum, dw_sum, saved, width, part_width,
+                    spec, config,
+                )  # fmt: skip
             gradient_pass(
                 x, target, start, last, views, row, dx_sum, dw_sum, db_sum, saved, late, vocabulary, kept, spec, config
             )
@@ -808,7 +824,7 @@ def backward(tensors, saved, grads, needs, spec, config):
     for start in range(0, rows, size):
         count = min(size, rows - start)
         if views is None or count < size:
-            views = slices(tensors, tile, None, None, False, count, width, 0, spec)
+            views = slices(tensors, tile, None, None, False, count, width, width, 0, spec)
         x, target = rows_x.narrow(0, start, count), rows_target.narrow(0, start, count)
         row = row_buffers(count, rows_x, spec)
         row["lse"] = saved["lse"].view(-1).narrow(0, start, count)

@@ -16,6 +16,7 @@ BASE: dict[str, Any] = {
     "accumulate": "float32",
     "online_rows": 1664,
     "online_classes": 7680,
+    "tile_classes": 8192,
     "tile_rows": 1,
     "values": 16,
     "finish_rows": 4,

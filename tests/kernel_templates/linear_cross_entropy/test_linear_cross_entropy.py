@@ -26,7 +26,7 @@ WAYS = {
     "one slice": {"classes": 1024},
     "kept": {"kept": 4096},
     "partly kept": {"kept": 192, "online_rows": 40, "online_classes": 128},
-    "blocks": {"rows": 48, "kept": 4096},
+    "blocks": {"rows": 48, "kept": 4096, "tile_classes": 96},
     "blocks, twice": {"rows": 48},
     "storage": {"rows": 64, "kept": 200, "accumulate": "storage"},
 }
