@@ -792,7 +792,7 @@ def _forward_in_two(tensors, outputs, saved, sizes, spec, config):
     heads = min(config["block_h"], _block(sizes["HEADS"]))
     blocks = triton.cdiv(sizes["HEADS"], heads)
     columns = min(config["query_columns"], _block(sizes["V"]))
-    tile = config["score_slots"]
+    tile = config["weight_slots"]
     tokens, keys = q.shape[0], k.shape[0]
     each = sizes["SLOTS"] * sizes["GROUPS"] * sizes["HEADS"] * q.element_size()
     chunk = min(max(config["workspace_kib"] * 1024 // each, 1), tokens)
@@ -826,8 +826,8 @@ def _forward_in_two(tensors, outputs, saved, sizes, spec, config):
             BLOCK_J=tile,
             BLOCK_D=_block(sizes["D"]),
             BLOCK_R=_block(sizes["R"]),
-            num_warps=config["score_warps"],
-            num_stages=config["score_stages"],
+            num_warps=config["weight_warps"],
+            num_stages=config["weight_stages"],
         )
         _values_kernel[(part * sizes["GROUPS"] * blocks * triton.cdiv(sizes["V"], columns),)](
             p,
@@ -903,9 +903,11 @@ def _sorted_slots(index, start, tokens, keys, sizes):
     lists = sizes["LISTS"]
     key = index[start : start + tokens].reshape(tokens, lists, sizes["SLOTS"])
     entry = key * lists + torch.arange(lists, device=index.device, dtype=index.dtype)[:, None]
-    entry = torch.where((key >= 0) & (key < keys), entry, keys * lists)
-    ordered, place = torch.sort(entry.reshape(-1), stable=True)
-    ends = torch.searchsorted(ordered, torch.arange(keys * lists + 1, device=index.device, dtype=index.dtype))
+    entry = torch.where((key >= 0) & (key < keys), entry, keys * lists).reshape(-1)
+    if keys * lists < 32767:
+        entry = entry.to(torch.int16)  # half the digits to sort by
+    ordered, place = torch.sort(entry, stable=True)
+    ends = torch.searchsorted(ordered, torch.arange(keys * lists + 1, device=index.device, dtype=entry.dtype))
     return place.to(torch.int32), ends.to(torch.int32)
 
 

@@ -34,7 +34,9 @@ def space(spec: Spec, sizes: dict[str, int]) -> list[dict[str, Any]]:
         variants += [{"query_columns": block, "query_warps": 8}]
         variants += [{"key_columns": block, "key_slots": slots} for slots in (64, 128)]
         variants += [{"key_columns": block, "key_slots": 128, "key_warps": 8}]
-    for entries in (4, 8, 16):
+        variants += [{"key_columns": block, "key_stages": stages} for stages in (2, 3)]
+    variants += [{"forward_split": 1, "weight_slots": slots, "weight_stages": s} for slots, s in ((64, 2), (32, 3))]
+    for entries in (16, 32, 64):
         variants += [{"sum_entries": entries, "sum_columns": block} for block in (128, 256, 512)]
     variants += [{"workspace_kib": mib * 1024} for mib in (256, 1024, 3072)]
     found: list[dict[str, Any]] = []
@@ -56,13 +58,14 @@ def fits(config: dict[str, Any], columns: int, bytes_each: int) -> bool:
     )
     score = heads * (width + columns) + (1 + config["score_stages"] // 2) * config["score_slots"] * width
     query = (1 + config["query_stages"] // 2) * config["query_slots"] * (heads + config["query_columns"])
-    key = 2 * config["key_heads"] * (config["key_slots"] + config["key_columns"])
+    key = 2 * config["key_heads"] * (config["key_columns"] + config["key_stages"] * config["key_slots"])
+    weight = heads * width + (1 + config["weight_stages"] // 2) * config["weight_slots"] * width
     held = {
         "forward": columns * heads,
         "query": heads * config["query_columns"],
         "key": config["key_slots"] * config["key_columns"],
     }
-    return all(elements * bytes_each <= SHARED_MEMORY for elements in (forward, score, query, key)) and all(
+    return all(elements * bytes_each <= SHARED_MEMORY for elements in (forward, score, query, key, weight)) and all(
         elements / (32 * config[f"{kernel}_warps"]) <= ACCUMULATOR for kernel, elements in held.items()
     )
 
@@ -77,9 +80,12 @@ def _base(heads: int, columns: int, bytes_each: int) -> dict[str, Any]:
         "forward_split": 0,
         "forward_slots": 64,
         "forward_columns": 256,
-        "forward_warps": 8 if columns * block_h > 128 * 64 else 4,
-        "forward_stages": 2 if wide else 5,
-        "score_slots": 64,
+        "forward_warps": 8 if wide else 4,
+        "forward_stages": 2 if wide else 3,
+        "weight_slots": 64,
+        "weight_warps": 4,
+        "weight_stages": 2,
+        "score_slots": 32 if block_h == 64 and not wide else 64,
         "score_warps": 4,
         "score_stages": 1 if wide else 3,
         "query_slots": 64,
@@ -90,15 +96,22 @@ def _base(heads: int, columns: int, bytes_each: int) -> dict[str, Any]:
         "key_columns": 128,
         "key_heads": block_h,
         "key_warps": 4,
-        "key_stages": 2,
-        "sum_entries": 8,
+        "key_stages": 4,
+        "sum_entries": 64,
         "sum_columns": min(columns, 512),
         "sum_warps": 4,
         "delta_rows": 8,
         "workspace_kib": 1536 * 1024,
     }
     if bytes_each == 4:  # products in fp32 run on the plain units, from registers
-        small = {"block_h": 16, "forward_slots": 16, "score_slots": 16, "query_slots": 16, "key_slots": 16}
+        small = {
+            "block_h": 16,
+            "forward_slots": 16,
+            "weight_slots": 16,
+            "score_slots": 16,
+            "query_slots": 16,
+            "key_slots": 16,
+        }
         small |= {"query_columns": 64, "key_columns": 64, "key_heads": 16}
         base |= (
             small | {"forward_warps": 4} | {f"{kernel}_stages": 1 for kernel in ("forward", "score", "query", "key")}
