@@ -21,7 +21,7 @@ from langgraph.graph.state import CompiledStateGraph
 
 from agents.checkpoints import open_checkpointer
 from onboarding.context import StageContext, StageResult
-from onboarding.policy import RUNGS, TOP, Draft, Move, Origin, SearchState, Spending, Try
+from onboarding.policy import RUNGS, TOP, Draft, Move, Origin, SearchState, Spending, Try, Tuned
 from onboarding.problem import Problem, StageSkipped
 from onboarding.stages.generate.compose import kernels_in
 from onboarding.stages.generate.result import GenerateResult
@@ -319,7 +319,35 @@ class _Nodes:
         result = self._run_stage("tune")
         seconds = time.monotonic() - begin
         self._charge("tune", "", seconds, seconds, {"summary": result.get("summary"), "rows": result.get("rows")})
-        return {"result": result, "outcome": self._end("tuned")}
+        return {"result": result | {"next_change": self._analysed(state, result)}, "outcome": self._end("tuned")}
+
+    def _analysed(self, state: State, result: dict[str, Any]) -> dict[str, Any] | None:
+        """The change that an analyst would make next, kept as a lesson for later searches in the family."""
+        row = next((r for r in self._gaps()["rows"] if r["digest"] == self.context.key), None)
+        if not self.policy.writes or row is None or not result["rows"]:
+            return None
+        timed = [r | {"ms": r["forward_ms"] + r["backward_ms"]} for r in result["rows"]]
+        candidate = GenerateResult.model_validate(self.context.load_result("generate", self.context.key))
+        one = Tuned(
+            digest=self.context.key,
+            words=candidate.words,
+            source=self.context.artifacts.get(candidate.candidate.digest).decode(),
+            share_of_step=float(row.get("share_time") or 0.0),
+            milliseconds=timed[0]["ms"],
+            floor_ms=float(row.get("floor_ms") or 0.0) / max(1, int(row.get("calls") or 1)),
+            rows=timed[:8],
+        )
+        found = self.policy.analyse([one], state["attempt"])
+        if found is None:
+            return None
+        change = found[1]
+        said = f"timed at {one.milliseconds:.3g} ms, floor {one.floor_ms:.3g}; "
+        said += f"the analyst expects {change.expected_ms:.3g}"
+        self.policy.learn(state["spec"]["family"], f"{said} from: {change.words[:LESSON_PART]}")
+        return change.model_dump(mode="json")
+
+    def _gaps(self) -> dict[str, Any]:
+        return self.context.load_result("gaps", "") or {"rows": []}
 
     # ---- helpers -------------------------------------------------------------------------------------------------
 

@@ -78,21 +78,21 @@ def _all(paths: list[Path], cases: int, parallel: int, seconds: float) -> list[t
 
 
 def _one(path: Path, cases: int, answer: Path, places: Any, waiting: Any, turn: Any, end: float) -> None:
-    """One kernel: compile what will be timed, judge, and time when all verdicts are made."""
+    """One kernel: judge, compile what will be timed, and time when all the others are ready, too."""
     row: dict[str, Any] | None = None
+    ready = None
     try:
         with places:
             if time.monotonic() > end:
                 return
-            ready = None
-            if choose_device("auto") == "cuda":
-                ready = _ready(path)
             row = judged(path, cases)
-        answer.write_text(json.dumps(row))
+            answer.write_text(json.dumps(row))  # a verdict stays, whatever becomes of the times
+            if row["outcome"] == "accepted" and row["level"] == "compiled":
+                ready = _ready(path)
     finally:
         with waiting.get_lock():
             waiting.value -= 1
-    if ready is None or row is None or row["outcome"] != "accepted":
+    if ready is None or row is None:
         return
     while waiting.value > 0 and time.monotonic() < end:
         time.sleep(0.1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import multiprocessing
 import os
 import signal
@@ -15,7 +16,7 @@ import pytest
 from injections import CORPUS
 from searching import Scripted
 from test_architect import llm
-from test_kernel_search import verdict
+from test_kernel_search import candidate, verdict
 
 from agents import diagnose, kernel_search
 from agents.llm.prompt import messages
@@ -24,6 +25,7 @@ from onboarding.planner import plan
 from onboarding.policy import Diagnosis, Finding, RulePolicy, Suspect, Tuned
 from onboarding.stages.align.result import AlignResult, Curves, LayerError
 from onboarding.stages.throughput.result import LayerTime, ThroughputResult, Training
+from onboarding.stages.tune.result import TuneResult
 
 GUILTY = "a" * 16
 
@@ -252,3 +254,25 @@ def test_the_analyst_is_not_asked_at_the_floor_and_cannot_go_below_it(tmp_path: 
 def test_rules_analyse_nothing() -> None:
     assert RulePolicy().analyse([tuned("far", 0.5, 4.0, 1.0)], 0) is None
     assert Diagnosis(cause="none", remedy="report", words="w", by="rules").digests == []
+
+
+def test_what_the_analyst_says_of_a_tuned_kernel_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = {"bucket": "{}", "config": {"BM": 64}, "forward_ms": 1.0, "backward_ms": 3.0, "tried": 2}
+    result = TuneResult(summary="s", device="nvidia_h200", rows=[row], seconds=1.0)  # type: ignore[list-item]
+    monkeypatch.setitem(sys.modules, "onboarding.stages.tune.stage", SimpleNamespace(run=lambda context: result))
+    said = {"bottleneck": "bytes", "change": "keep the tile in registers", "expected_ms": 1.0}
+    sender = Scripted(lambda schema, prompt, n: said)
+    policy, store, _ = llm(tmp_path, send=sender)
+    base = novel.context(tmp_path, "tune", policy)
+    generated = candidate(base).model_dump(mode="json")
+    gap = {"digest": GUILTY, "spec": {"family": "novel"}, "share_time": 0.4, "floor_ms": 8.0, "calls": 16}
+    upstream = {"gaps": {"rows": [gap]}, "generate": generated}
+    context = dataclasses.replace(base, key=GUILTY, load_result=lambda stage, key: upstream.get(stage))
+    tuned_result = kernel_search.run_step(context)
+    assert isinstance(tuned_result, TuneResult)
+    assert tuned_result.next_change is not None
+    assert tuned_result.next_change.expected_ms == 1.0
+    (lesson,) = store.lessons("default", "novel", 9)
+    # one call moves its bytes in 8 ms / 16
+    assert "timed at 4 ms, floor 0.5; the analyst expects 1" in lesson
+    assert len(sender.bodies) == 1

@@ -6,6 +6,7 @@ from typing import Any
 
 from onboarding.architecture import Record
 from onboarding.context import StageResult
+from onboarding.policy import Change
 
 
 class TunedRow(Record):
@@ -28,3 +29,5 @@ class TuneResult(StageResult):
     device: str
     rows: list[TunedRow]
     seconds: float
+    next_change: Change | None = None
+    """What an analyst would change next, and the time that it expects; not tried in this job."""
