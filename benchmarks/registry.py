@@ -230,6 +230,7 @@ BENCHMARKS: tuple[Benchmark, ...] = (
     _experts("experts_e128_k8_d2048_i768_t16384", 16384, 128, 8, 2048, 768, False),
     _attention("gdn_t8192_h16_32", 8192, 16, "head", "fla.gated_delta_rule"),
     _attention("gdn_t8192_h32", 8192, 32, "head", "fla.gated_delta_rule"),
+    _attention("gdn_t32768_h32", 32768, 32, "head", "fla.gated_delta_rule"),
     _attention("kda_t8192_h32", 8192, 32, "channel", "fla.kda"),
     _attention("kda_t32768_h32", 32768, 32, "channel", "fla.kda"),
 )
