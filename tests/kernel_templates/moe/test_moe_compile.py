@@ -62,9 +62,9 @@ def _compiled(jobs: list[Job]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def _check(found: list[dict[str, Any]], stack: int = 0) -> None:
+def _check(found: list[dict[str, Any]]) -> None:
     for kernel in found:
-        assert kernel["stack"] <= stack, kernel
+        assert kernel["stack"] == 0, kernel
         assert kernel["shared"] <= 227 * 1024, kernel
         assert kernel["registers"] * kernel["warps"] * 32 <= 65536, kernel
 
@@ -88,15 +88,10 @@ def test_published_kimi_linear() -> None:
         _job(40, 2, 8, 1025, 60),
         _job(64, 8, 64, 2048, 1024),
         _job(8192, 8, 256, 2304, 1024, activation="gelu_tanh", transposed=True),
+        _job(8192, 8, 256, 2304, 1024, activation="gelu"),
         _job(300, 2, 8, 256, 128, dtype="float32"),
     ],
-    ids=["frozen", "qwen3", "e288", "e896", "gpt_oss", "small", "odd", "few_rows", "gelu_tanh", "fp32"],
+    ids=["frozen", "qwen3", "e288", "e896", "gpt_oss", "small", "odd", "few_rows", "gelu_tanh", "gelu", "fp32"],
 )
 def test_other_sizes_and_flags(job: Job) -> None:
     _check(_compiled([job]))
-
-
-@pytest.mark.slow
-def test_exact_gelu() -> None:
-    """The error function and its density leave the hidden gradient two registers short."""
-    _check(_compiled([_job(8192, 8, 256, 2304, 1024, activation="gelu")]), stack=8)
