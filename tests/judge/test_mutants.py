@@ -41,6 +41,7 @@ EQUIVALENT: dict[str, str] = {
     r"in `if hidden > MAX_HIDDEN:`$": "differs at 2^20 columns only, where both the check and a tile end",
     r"^norm: 0\.0 -> 0\.125 in `(unit|dunit|gate)_RD = ": "masked lanes of a product whose other factor is zero there",
     r"^norm: 0\.0 -> 0\.125 in `(rstd_R|scale_D) = ": "masked lanes of a product whose other factor is zero there",
+    r"^norm: 0 -> 1 in `BLOCK_E=0 if hidden == first": "a second tile of one column, masked",
     r"in `tiles = -\(-rows // ": "more programs than tiles: the rest have nothing to do",
     r"in `BLOCK_D=1 << \(hidden - 1\)": "a wider tile, its further columns masked",
     r'in `return \{"(hidden|width)": tensors': "another row of the table of configurations, which change no result",

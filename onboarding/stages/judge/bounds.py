@@ -2,7 +2,8 @@
 
 Every address that a launch reads or writes must lie in the storage of one of its tensor arguments. Without this, a
 write past the end of a candidate's own allocation would go unseen: only what the judge allocates is surrounded by
-poison. It runs in the candidate's process and finds mistakes there; results judge whoever evades it.
+poison. A range that no compiler takes is refused, too. It runs in the candidate's process and finds
+mistakes there; results judge whoever evades it.
 """
 
 from __future__ import annotations
@@ -78,6 +79,7 @@ def watch() -> None:
     builder, executor = stock.InterpreterBuilder, stock.GridExecutor
     launch, load, store = executor.__call__, builder.create_masked_load, builder.create_masked_store
     exchange, update = builder.create_atomic_cas, builder.create_atomic_rmw
+    make_range = builder.create_make_range
 
     def size(pointer: Any) -> int:
         return int(np.dtype(stock._get_np_dtype(pointer.get_element_ty())).itemsize)
@@ -111,6 +113,14 @@ def watch() -> None:
         check(ptr.data, np.ones((), bool), size(ptr), "updates")
         return exchange(self, ptr, *rest)
 
+    @functools.wraps(make_range)
+    def checked_range(self: Any, kind: Any, start: Any, stop: Any) -> Any:
+        size = stop - start
+        if size <= 0 or size & (size - 1):
+            raise ValueError(f"tl.arange({start}, {stop}): a compiler takes powers of two only")
+        return make_range(self, kind, start, stop)
+
     executor.__call__ = checked_launch
+    builder.create_make_range = checked_range
     builder.create_masked_load, builder.create_masked_store = checked_load, checked_store
     builder.create_atomic_rmw, builder.create_atomic_cas = checked_update, checked_exchange

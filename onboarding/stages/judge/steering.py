@@ -36,6 +36,7 @@ _TALLEST = {
     "moe": 400,
     "linear_attention": 300,
     "linear_cross_entropy": 800,
+    "attention_residual": 120,
 }
 _TALL = 1_000
 """Largest size of what a spec does not fix (rows, tokens, length), by family: one or two seconds of interpretation."""
