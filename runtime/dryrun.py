@@ -4,7 +4,8 @@
 
 The model is built and sharded for real (on the meta device, under torch's ``fake`` process group), then forward,
 backward, clipping and the optimizer run under FakeTensorMode: nothing is computed and nothing is sent, but every
-collective is seen with its group and its bytes. Token counts come from an even load. Prints one JSON object.
+collective is seen with its group and its bytes. What a library's kernels may serve is one operator
+(:mod:`runtime.leaves`). Token counts come from an even load. Prints one JSON object.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from runtime.config import ModelConfig
 from runtime.experts.replay import replay_contexts
 from runtime.experts.routing import LoadRouting
 from runtime.experts.sites import find_experts
+from runtime.leaves import leaves
 from runtime.lora.adapter import apply_lora
 from runtime.lora.config import LoraConfig
 from runtime.memory.recompute import recompute_blocks
@@ -225,7 +227,7 @@ def _stepped(
         trained = [p for p in model.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(trained, foreach=False)
         ids = torch.zeros(1, tokens, dtype=torch.int64)
-        with watch, counting(model, global_tokens=tokens * ranks):
+        with leaves(model), watch, counting(model, global_tokens=tokens * ranks):
             loss = _loss(model, ids)
             watch.phase = "backward"
             loss.backward()  # type: ignore[no-untyped-call]

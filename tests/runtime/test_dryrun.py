@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
+from torch import nn
 
+from runtime import dryrun
 from runtime.dryrun import DryRun, dry_run
+from runtime.leaves import leaves
 from runtime.lora.config import LoraConfig
 from runtime.parallel.config import ParallelConfig
 from runtime.refusal import Refused
@@ -71,6 +76,43 @@ def test_adapters_leave_only_their_own_gradients(folder: Path) -> None:
     added = 2 * 3 * 8 * (64 + 64)
     assert run.gradient_bytes == 4 * added // RANKS
     assert run.weight_bytes < run.parameters * 2 // RANKS + 4 * added
+
+
+LINEAR = {
+    "model_type": "kimi_linear", "hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32,
+    "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4, "num_experts": 8,
+    "num_experts_per_token": 2, "num_shared_experts": 1, "first_k_dense_replace": 1, "vocab_size": 512,
+    "q_lora_rank": None, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "linear_attn_config": {
+        "full_attn_layers": [4], "kda_layers": [1, 2, 3], "head_dim": 16, "num_heads": 4, "short_conv_kernel_size": 4,
+    },
+}  # fmt: skip
+
+
+def test_what_kernels_serve_is_one_operator_and_nothing_else_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LINEAR))
+
+    def run() -> DryRun:
+        return dry_run(tmp_path, ranks=RANKS, parallel=ParallelConfig(ep=EP), tokens=TOKENS, lora=LoraConfig(r=4))
+
+    met: list[int] = []
+
+    @contextmanager
+    def counted(model: nn.Module) -> Iterator[int]:
+        with leaves(model) as number:
+            met.append(number)
+            yield number
+
+    monkeypatch.setattr(dryrun, "leaves", counted)
+    found = run()
+    assert met[0] >= 2, "the scan and the causal filter"
+    monkeypatch.setattr(dryrun, "leaves", nullcontext)
+    whole = run()
+    for name in ("weight_bytes", "gradient_bytes", "optimizer_bytes", "collectives"):
+        assert getattr(found, name) == getattr(whole, name), name
 
 
 def test_a_layout_that_does_not_fit_is_refused(folder: Path) -> None:
