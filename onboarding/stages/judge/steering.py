@@ -229,11 +229,14 @@ class _Maker:
         return [case for count in exact for case in self.resized({self.main: count, name: own[name]}, why, 4)]
 
     def boundary(self, rng: random.Random) -> list[Case]:
-        """Beside a power of two in every size that allows it; in the first always one below, where bins are full."""
+        """Beside a power of two in every size that allows it; the first below it, where bins are full, and at it."""
         first, *others = _BOUNDARY.get(self.spec.family, ("",))
         change = {first: (1 << rng.randint(2, 5)) - 1}
         change |= {n: (1 << rng.randint(2, 5)) + rng.choice((-1, 0, 1)) for n in others}
-        return self.resized(change, "boundary sizes") if first else []
+        if not first:
+            return []
+        full = self.resized(change, "boundary sizes")
+        return full + self.resized(change | {first: change[first] + 1}, "boundary sizes")
 
     def resized(self, change: dict[str, int], why: str, times: int = 1) -> list[Case]:
         """The most telling case in the dims of the cheapest with some changed; none if forbidden or too large."""
