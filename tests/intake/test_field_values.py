@@ -61,6 +61,7 @@ def _published(name: str) -> dict[str, Any]:
         ("Qwen3-Next", "linear_num_value_heads", 33, "do not divide into 16 groups"),
         ("Qwen3-Next", "partial_rotary_factor", 3.0, "cannot be rotated"),
         ("Nemotron-H", "n_groups", 7, "do not divide into 7 groups"),
+        ("Nemotron-H", "hybrid_override_pattern", "M-M*", "4 letters for num_hidden_layers 52"),
         ("Mamba-Codestral", "conv_kernel", 0, "is 0"),
         ("Jamba", "attn_layer_period", 0, "is 0"),
     ],

@@ -24,6 +24,8 @@ def test_published_totals(model: dict[str, Any]) -> None:
     # LongCat-Flash's class allocates half of the matrices of experts that compute nothing; they are not counted
     assert sum(census.by_role.values()) == built - (180388626432 if model["model_type"] == "longcat_flash" else 0)
     assert census.total == pytest.approx(model["published_total"], rel=5e-3)
+    if model["name"].startswith(("DeepSeek-V3", "GLM-4.5")):  # to the router's biases and the scales of FP8 blocks
+        assert census.total == pytest.approx(model["published_total"], rel=1e-4)
     assert parsed.trace.backward
     if model["published_active"]:
         assert census.active < 1.45 * model["published_active"]

@@ -85,6 +85,11 @@ def _per_layer(fields: Mapping[str, Any], depth: int | None, path: str = "") -> 
     for name, entries in fields.items():
         if isinstance(entries, dict) and not _OTHER_DEPTH & entries.keys():
             yield from _per_layer(entries, depth, f"{path}{name}.")
+        if name == "hybrid_override_pattern" and isinstance(entries, str) and depth:
+            letters = len(entries.replace("|", ""))
+            if letters != depth:
+                why = f"{letters} letters for num_hidden_layers {depth}"
+                yield Contradiction(field=f"{path}{name}", why=why, certain=True)
         if not isinstance(entries, list) or not depth or depth < 1:
             continue
         if name in ("layer_types", "mlp_layer_types") and len(entries) != depth:

@@ -15,7 +15,7 @@ from onboarding.architecture import Architecture, Attention, BlockKind, GraphOpe
 from onboarding.problem import Problem
 from onboarding.stages.parse.blame import blame
 from onboarding.stages.parse.build import build_config, build_model
-from onboarding.stages.parse.census import block_parameters, count_parameters
+from onboarding.stages.parse.census import block_parameters, count_parameters, prediction_layers
 from onboarding.stages.parse.describe import feed_forward_words, kind_mixers, letters_for
 from onboarding.stages.parse.eager import eager_costs
 from onboarding.stages.parse.growth import add, laws_of, scale, totals
@@ -74,6 +74,10 @@ def analyse(config: dict[str, Any], *, tokens: int, name: str = "", assume: bool
     embedding = embedding_of(model)
     repaired = [repair.words for repair in repairs]
     warnings = [*repaired, *traced.notes, *trace.notes, *_warnings(built, model, trace), *proposals.warnings]
+    if census.not_built and not prediction_layers(built, roles):
+        warnings.append(
+            "one multi-token prediction layer is counted: the configuration does not say how many there are"
+        )
     architecture = Architecture(
         name=name or str(config.get("model_type", "")),
         model_type=str(built.model_type),

@@ -12,6 +12,9 @@ from torch import nn
 from onboarding.architecture import Census
 from onboarding.stages.parse.roles import EXPERTS, ROLES, LayerRoles, ModelRoles, named_module
 
+OWN_EMBEDDING = ("deepseek_v3", "deepseek_v32", "glm4_moe")
+"""Model types whose published checkpoints store embedding and head once more with each layer that predicts more tokens;
+nothing in a configuration says so."""
 _MTP_FIELD = re.compile(r"(nextn|mtp).*(layers|modules)|(layers|modules).*(nextn|mtp)")
 
 
@@ -76,7 +79,11 @@ def multi_token_prediction(model: nn.Module, config: Any, roles: ModelRoles) -> 
         layer, known = structure.layers[index], roles.of_layer(index)
         experts = sum(p.numel() for path in known.experts for p in layer.get_submodule(path).parameters())
         block -= experts - unused_parameters(layer, known)
-    return {"multi-token prediction": count * (block + 2 * hidden * hidden + 3 * hidden)}
+    parts = {"multi-token prediction": count * (block + 2 * hidden * hidden + 3 * hidden)}
+    if roles.structure.text_config.model_type in OWN_EMBEDDING:
+        ends = (named_module(model, name) for name in ("get_input_embeddings", "get_output_embeddings"))
+        parts["its embedding and head"] = count * sum(p.numel() for end in ends if end for p in end.parameters())
+    return parts
 
 
 def _mtp_count(model: nn.Module, config: Any, roles: ModelRoles) -> tuple[int, bool]:
@@ -95,13 +102,17 @@ def _mtp_count(model: nn.Module, config: Any, roles: ModelRoles) -> tuple[int, b
     held = [p for p in ignored if "mtp" in p or re.search(rf"layers\\\.{layers}(?!\d)", p)]
     if not held:
         return 0, False
-    stated = [
+    return max(prediction_layers(config, roles), default=1), any(re.search(r"model\\\.mtp", p) for p in held)
+
+
+def prediction_layers(config: Any, roles: ModelRoles) -> list[int]:
+    """How many multi-token prediction layers the configuration states; empty where it says nothing."""
+    return [
         value
         for part in (config, roles.structure.text_config)
         for name, value in vars(part).items()
         if _MTP_FIELD.search(name) and isinstance(value, int) and not isinstance(value, bool)
     ]
-    return max(stated, default=1), any(re.search(r"model\\\.mtp", p) for p in held)
 
 
 def count_parameters(model: nn.Module, config: Any, roles: ModelRoles) -> Census:
