@@ -39,6 +39,9 @@ EXPERTS_TOP_K = re.compile(
 )
 EXPERT_GROUPS = re.compile(r"^(n_group|num_expert_group)$")
 STATE_SIZE = re.compile(r"(^|_)(d_state|state_size|state_dim)$")
+INDEX_HEADS = re.compile(r"^index(er)?_n_heads$")
+MOST_INDEX_HEADS = 8
+"""Of few heads, all products with a key are often negative: many scores are zero, and equal ones are chosen at will."""
 KV_HEADS = re.compile(r"(kv_heads?|key_value_heads|num_query_groups|multi_query_group_num|^n_kv)$")
 HEAD_COUNT = re.compile(r"(^|_)(num|n)_(.*_)?heads?$|^(num_heads|n_heads?|n_query|(en|de)coder_attention_heads)$")
 HEAD_SIZE = re.compile(
@@ -216,6 +219,8 @@ def _size(key: str, value: int, fields: dict[str, Any], rule: Rule, ids: dict[in
         return min(value, STATE)
     if KV_HEADS.search(key):
         return _kv_heads(value, fields, rule)
+    if INDEX_HEADS.search(key):
+        return min(value, MOST_INDEX_HEADS)
     if HEAD_COUNT.search(key) or key.endswith("n_groups"):
         return max(1, round(value / (rule.linear_heads if key.startswith("linear_") else rule.heads)))
     if HEAD_SIZE.search(key):

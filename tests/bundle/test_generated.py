@@ -26,12 +26,12 @@ TOLERANCE = 1e-4
 MODELS: dict[str, tuple[dict[str, Any], set[str]]] = {
     "glm-5.3-flash": (
         json.loads((EXAMPLES / "glm-5.3-flash" / "config.json").read_text()),
-        {"hyper_connection", "short_convolution"},
+        {"hyper_connection", "short_convolution", "sparse_attention", "indexer"},
     ),
     "deepseek_v4": ({"model_type": "deepseek_v4"}, {"hyper_connection"}),
-    "hy_v4": ({"model_type": "hy_v4"}, {"hyper_connection", "sparse_attention"}),
-    "deepseek_v32": ({"model_type": "deepseek_v32"}, {"sparse_attention"}),
-    "glm_moe_dsa": ({"model_type": "glm_moe_dsa"}, {"sparse_attention"}),
+    "hy_v4": ({"model_type": "hy_v4"}, {"hyper_connection", "sparse_attention", "indexer"}),
+    "deepseek_v32": ({"model_type": "deepseek_v32"}, {"sparse_attention", "indexer"}),
+    "glm_moe_dsa": ({"model_type": "glm_moe_dsa"}, {"sparse_attention", "indexer"}),
     "lfm2": ({"model_type": "lfm2", "layer_types": ["conv", "full_attention"] * 16}, {"short_convolution"}),
     "mamba2": ({"model_type": "mamba2"}, {"short_convolution", "linear_attention"}),
     "bamba": ({"model_type": "bamba"}, {"short_convolution", "linear_attention"}),

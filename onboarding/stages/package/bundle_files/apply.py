@@ -50,7 +50,27 @@ class Applied:
     """Module name -> why its last uncovered call ran the model's own code."""
     compiled: dict[str, Any] = field(default_factory=dict)
     """What was compiled ahead: ``compiled`` kernels, ``failed`` ones, ``seconds``."""
+    indexers: Any = None
+    """What is asked of the indexers of sparse attention (``indexer_training.py``); None: they do not learn."""
+    _root: Path = HERE
     _undo: list[Callable[[], None]] = field(default_factory=list, repr=False)
+
+    def train_indexers(self, stage: str | None, coefficient: float = 1.0) -> Any:
+        """Let the indexers of sparse attention learn from now on, or (None) no longer.
+
+        Args:
+            stage: ``dense``, the warm-up with every key (freeze the rest of the model), or ``sparse``.
+            coefficient: of the loss, which is added where the attention ends, to backward only.
+
+        Returns:
+            What holds each attention's last loss in ``losses``; None for None.
+
+        Raises:
+            ValueError: an unknown stage.
+        """
+        kind = _sibling(self._root, "indexer_training").IndexerTraining
+        self.indexers = None if stage is None else kind(stage, coefficient)
+        return self.indexers
 
     def ran(self) -> dict[str, int]:
         """Digest -> module instances that have run on its kernel so far."""
@@ -109,7 +129,7 @@ def apply(
     ahead = None
     if tokens and device.type == "cuda":
         ahead = _sibling(root, "ahead").start(root, tokens, [entry["digest"] for entry in entries], device)
-    applied = Applied()
+    applied = Applied(_root=root)
     try:
         for name, module in list(model.named_modules()):
             for candidates in _slots(entries, module):

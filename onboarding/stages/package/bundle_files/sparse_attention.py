@@ -46,7 +46,7 @@ def install(hooks: Any, module: nn.Module, swap: Any) -> Callable[[], None]:
         except hooks.Uncovered as reason:
             swap.applied.fallbacks[swap.name] = str(reason)
             return original(*args, **kwargs)
-        with Served(self, swap.call, swap.spec["scale"]):
+        with Served(self, swap.call, swap.spec["scale"], swap.name, getattr(swap.applied, "indexers", None)):
             return original(*args, **kwargs)
 
     undo: Callable[[], None] = hooks._replace_forward(module, forward)
@@ -54,10 +54,14 @@ def install(hooks: Any, module: nn.Module, swap: Any) -> Callable[[], None]:
 
 
 class Served:
-    """While entered, the module's attention over chosen keys is ``attend`` (tensors named as in the spec)."""
+    """While entered, the module's attention over chosen keys is ``attend`` (tensors named as in the spec).
 
-    def __init__(self, module: Any, attend: Attend, scale: float) -> None:
+    ``training`` (``indexer_training.py``) gets what the module's indexer learns from.
+    """
+
+    def __init__(self, module: Any, attend: Attend, scale: float, name: str = "", training: Any = None) -> None:
         self.module, self.attend, self.scale = module, attend, scale
+        self.name, self.training = name, training
         self.key = f"onboard-sparse-attention-{next(_registered)}"
 
     def __enter__(self) -> None:
@@ -108,12 +112,16 @@ class Served:
         if module.qk_rope_head_dim:
             more |= {"q_rope": turned.flatten(0, 1), "k_rope": rotary.transpose(1, 2).flatten(0, 1)}
         index = flat(attention_mask, keys) if indices is None else chosen(indices, attention_mask, keys)
-        (o,) = self.attend(
-            q=torch.einsum("bthn,hnc->bthc", plain, to_key).flatten(0, 1),
-            k=latent.transpose(1, 2).flatten(0, 1),
-            index=index.flatten(0, 1),
+        tensors = {
+            "q": torch.einsum("bthn,hnc->bthc", plain, to_key).flatten(0, 1),
+            "k": latent.transpose(1, 2).flatten(0, 1),
+            "index": index.flatten(0, 1),
             **more,
-        )[:1]
+        }
+        o, *others_found = self.attend(**tensors)
+        if self.training is not None:
+            target = others_found[0] if others_found else None
+            o = self.training.attached(self.name, module.indexer, o, tensors, self.scale, target)
         return torch.einsum("bthc,hvc->bthv", o.view(batch, tokens, heads, width), to_value), None
 
 
