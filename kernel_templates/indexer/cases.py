@@ -111,12 +111,29 @@ def _compressions(spec: Spec, rng: random.Random, count: int) -> list[Case]:
     ]
 
 
+def training_case(spec: Spec, tokens: int) -> Case:
+    """What a training step of ``tokens`` tokens hands over, for tuning: one causal sequence, nobody looks for ties."""
+    dims = {"batch": 1, "queries": tokens, "keys": tokens, "heads": spec.heads, "head_dim": spec.head_dim}
+    if spec.operation == "compression":
+        dims = {"batch": 1, "tokens": tokens, "pool": spec.pool, "head_dim": spec.head_dim}
+    else:
+        dims["slots"] = min(spec.top_k, tokens)
+    return Case(
+        name=f"{tokens} tokens",
+        dims=dims,
+        dtype=spec.dtype,
+        distribution="plain",
+        options={"visible": "causal"},
+    )
+
+
 def make_tensors(
     spec: Spec, case: Case, generator: torch.Generator, dtype: torch.dtype, device: torch.device | str
 ) -> dict[str, Tensor | None]:
     """q, k, weights in ``dtype``; ``ties`` and ``signed`` are small integers, of which many scores are equal.
 
-    ``signed`` has negative weights only, so that relu's zeros are negative; ``zeros`` has mostly zero products.
+    ``signed`` has negative weights only, so that relu's zeros are negative; ``zeros`` has mostly zero products;
+    ``plain`` may have scores that fp32 cannot tell apart: for timing only.
     """
     if spec.operation == "objective":
         return _objective_tensors(case, generator, device)
@@ -144,7 +161,7 @@ def make_tensors(
         tensors["weights"] = weights.to(dtype)
     begin, end = _visible(case, generator)
     tensors |= {"begin": begin, "end": end, "slots": torch.zeros(d["slots"], dtype=torch.int32, device=begin.device)}
-    for _ in range(0 if whole or q.numel() == 0 else REDRAWS):
+    for _ in range(0 if whole or case.distribution == "plain" or q.numel() == 0 else REDRAWS):
         wide = {n: None if t is None else t.double() if t.is_floating_point() else t for n, t in tensors.items()}
         visible = seen(wide, d["keys"])
         again = undecided(all_scores(wide, spec), visible, d["slots"], wide, spec).any(-1)

@@ -903,11 +903,9 @@ def _sorted_slots(index, start, tokens, keys, sizes):
     lists = sizes["LISTS"]
     key = index[start : start + tokens].reshape(tokens, lists, sizes["SLOTS"])
     entry = key * lists + torch.arange(lists, device=index.device, dtype=index.dtype)[:, None]
-    entry = torch.where((key >= 0) & (key < keys), entry, keys * lists).reshape(-1)
-    if keys * lists < 32767:
-        entry = entry.to(torch.int16)  # half the digits to sort by
-    ordered, place = torch.sort(entry, stable=True)
-    ends = torch.searchsorted(ordered, torch.arange(keys * lists + 1, device=index.device, dtype=entry.dtype))
+    entry = torch.where((key >= 0) & (key < keys), entry, keys * lists)
+    ordered, place = torch.sort(entry.reshape(-1), stable=True)
+    ends = torch.searchsorted(ordered, torch.arange(keys * lists + 1, device=index.device, dtype=index.dtype))
     return place.to(torch.int32), ends.to(torch.int32)
 
 

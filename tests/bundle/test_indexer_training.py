@@ -62,9 +62,9 @@ def served(module: Any, training: IndexerTraining | None, target: bool) -> Simpl
         (indexer, module.indexer, "indexer", choice, choose(choice)),
         (sparse_attention, module, "attention", spec, attend(spec)),
     ):
-        assert hook.mismatch(made_spec.to_dict(), part, {}) is None  # type: ignore[attr-defined]
+        assert hook.mismatch(made_spec.to_dict(), part, {}) is None
         swap = hooks.Swap({"spec": made_spec.to_dict(), "digest": name}, {"hook": name}, {}, name, op, applied)
-        hook.install(hooks, part, swap)  # type: ignore[attr-defined]
+        hook.install(hooks, part, swap)
     return applied
 
 
