@@ -158,7 +158,13 @@ class Race:
         else:
             contestant.own_bytes = self.allocated() - before
             self.contestants.append(contestant)
-            self.record["rows"][name] = {"first_steps": contestant.first, "first_s": contestant.first_s}
+            self._turn(contestant, WARM + 1)  # alone: a later peer's tuning may take all the time there is
+            self.record["rows"][name] = {
+                "first_steps": contestant.first,
+                "first_s": contestant.first_s,
+                "alone_ms": contestant.ms.pop(),
+                "peak_gib": self._peak(contestant),
+            }
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         self.save()
@@ -186,7 +192,7 @@ class Race:
                 "step_ms": step_ms,
                 "all_ms": contestant.ms,
                 "tokens_per_s": self.options.tokens / step_ms * 1e3,
-                "peak_gib": (self.base_bytes + contestant.own_bytes + contestant.peak_bytes) / GIB,
+                "peak_gib": self._peak(contestant),
                 "own_gib": contestant.own_bytes / GIB,
                 **contestant.report(),
             }
@@ -208,6 +214,9 @@ class Race:
         contestant.ms.append((time.perf_counter() - begun) * 1e3)
         if self.device.type == "cuda":
             contestant.peak_bytes = max(contestant.peak_bytes, torch.cuda.max_memory_allocated() - resting)
+
+    def _peak(self, contestant: Contestant) -> float:
+        return (self.base_bytes + contestant.own_bytes + contestant.peak_bytes) / GIB
 
     def _kernels_ms(self, contestant: Contestant) -> float | None:
         """Time of all kernels of one step: what is far below the step's time says that the host is in the way."""
