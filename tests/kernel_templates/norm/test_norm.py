@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from kernel_templates import tolerance
-from kernel_templates.norm import cases, reference
+from kernel_templates.bind import bind, bind_template
+from kernel_templates.norm import cases, reference, template
 from kernel_templates.norm.op import op
 from kernel_templates.norm.spec import Spec
 
@@ -100,6 +101,19 @@ def test_layer_norm_is_torchs(bias):
     found, wanted = _gradients({"y": y}, leaves, [upstream]), _gradients({"y": expected}, wide, [upstream.double()])
     for name in tensors:
         tolerance.assert_close(name, found[name], wanted[name], 1e-5)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_more_programs_than_a_tile_of_shares_holds(bias):
+    """300 programs of one row: their shares of the weight's gradient fill three tiles, the last in part."""
+    spec = Spec(hidden=40, dtype="float32", centred=bias, bias=bias)
+    config = {"forward_rows": 64, "forward_warps": 1, "backward_rows": 1, "backward_warps": 1,
+              "backward_programs": 300, "backward_stages": 1}  # fmt: skip
+    run = bind(bind_template(template, spec), name=f"norm_programs_{bias}", choose_config=lambda bucket, device: config)
+    generator = torch.Generator().manual_seed(0)
+    tensors = {role.name: torch.randn(40, generator=generator) for role in spec.inputs()}
+    tensors["x"] = torch.randn(307, 40, generator=generator)
+    check(spec, tensors, [torch.randn(307, 40, generator=generator)], run)
 
 
 def test_fp16():
