@@ -39,7 +39,7 @@ def _interpreted() -> None:
 @pytest.fixture
 def group() -> Iterator[None]:
     """A process group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     yield
     dist.destroy_process_group()
 

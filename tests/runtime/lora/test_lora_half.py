@@ -39,7 +39,7 @@ def _round(value: Tensor) -> Tensor:
             return x.bfloat16().double()
 
         @staticmethod
-        def backward(ctx: object, g: Tensor) -> Tensor:  # type: ignore[override]
+        def backward(ctx: object, g: Tensor) -> Tensor:
             return g.bfloat16().double()
 
     rounded: Tensor = Rounded.apply(value)  # type: ignore[no-untyped-call]
