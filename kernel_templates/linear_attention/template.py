@@ -1226,15 +1226,17 @@ def head_gradient_kernel(
     KP: tl.constexpr, BV: tl.constexpr, LEAF: tl.constexpr,
     DECAY: tl.constexpr, DELTA: tl.constexpr, L2NORM: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dq, dk, dg and dbeta of one span and key head, for a decay per head or none, summed over its value heads.
+    """dq, dk, dg and dbeta of one span and value head, for a decay per head or none.
 
     Everything that a chunk's gradients need is in one program: the gradients of the grams, X = s tril(dO V'^T) and
     Y = -stril(dv V'^T), both times the decay between the rows, never leave it. All is made transposed, [K, T]: what is
     made here is then the second operand of every product, and the first ones come as they were loaded. Norms and
-    decays are factors of rows and columns of X and Y, so that q and k are operands as they are.
+    decays are factors of rows and columns of X and Y, so that q and k are operands as they are. grad_q and grad_k
+    [tokens, HV, K] are a value head's share: a norm's gradient is linear, so that shares can be summed behind it.
     """
     span = tl.program_id(0)
-    h = tl.program_id(1)
+    hv = tl.program_id(1)
+    h = hv // (HV // H)
     start, tokens = span_of(chunks, span, length, spans, SPAN, PACKED)
     if tokens <= 0:
         return
@@ -1242,7 +1244,6 @@ def head_gradient_kernel(
     if not PACKED:
         first_chunk = (span // spans) * per_sequence + (span % spans) * (SPAN // C)
     MMA: tl.constexpr = q.dtype.element_ty
-    GROUP: tl.constexpr = HV // H
     PAIR: tl.constexpr = 2 if DELTA else 1
     DOTS: tl.constexpr = (DECAY == "head") | L2NORM
     key = (start * H + h) * K
@@ -1263,109 +1264,100 @@ def head_gradient_kernel(
         q_scale_T = load_vector(q_norm + start * H + h, tokens, H, SPAN)
         k_scale_T = load_vector(k_norm + start * H + h, tokens, H, SPAN)
     scale_P = pair_of(q_scale_T, k_scale_T, DELTA, SPAN)
-    dq_sum_KT = tl.zeros([KP, SPAN], tl.float32)
-    dk_sum_KT = tl.zeros([KP, SPAN], tl.float32)
-    own_sum_T = tl.zeros([SPAN], tl.float32)
-    q_dot_T = tl.zeros([SPAN], tl.float32)
-    k_dot_T = tl.zeros([SPAN], tl.float32)
-    for member in range(0, GROUP):
-        hv = h * GROUP + member
-        token_head = start * HV + hv
-        z_PT = tl.zeros([PAIR * SPAN, SPAN], tl.float32)
-        row_KP = tl.zeros([KP, PAIR * SPAN], tl.float32)
-        end_KT = tl.zeros([KP, SPAN], tl.float32)
-        carried_T = tl.zeros([SPAN], tl.float32)
-        for v_column in range(0, V, BV):
-            at_TV, in_TV = tile_at(tokens, HV * V, v_column, V, SPAN, BV)
-            new_TV = tl.load(values + token_head * V + at_TV, mask=in_TV, other=0.0).to(MMA)
-            c_1V = v_column + tl.arange(0, BV)[None, :]
-            at_PV = token_head * V + i_P1 * (HV * V) + c_1V
-            do_PV = tl.load(
-                tl.where(r_P1 < SPAN, grad_o + at_PV, grad_v + at_PV), mask=here_P1 & (c_1V < V), other=0.0
-            ).to(MMA)
-            z_PT += tl.dot(do_PV, tl.trans(new_TV), input_precision=PRECISION)
-            for part in tl.static_range(SPAN // C):
-                at_KV, in_KV = tile_at(K, V, v_column, V, KP, BV)
-                at_KV += ((first_chunk + part).to(tl.int64) * HV + hv) * K * V
-                in_KV = in_KV & (part * C < tokens)
-                state_KV = tl.load(states + at_KV, mask=in_KV, other=0.0)
-                dstate_KV = tl.load(grad_states + at_KV, mask=in_KV, other=0.0)
-                if DECAY == "head":
-                    carried = tl.sum(state_KV.to(tl.float32) * dstate_KV.to(tl.float32))
-                    # at the chunk's last row, tokens or not: the running sum takes it to every row
-                    carried_T += tl.where(i_T == part * C + C - 1, carried, 0.0)
-                own_PV = rows_of(do_PV, i_P1 // C == part, SPAN > C)
-                row_KP += tl.dot(state_KV, tl.trans(own_PV), input_precision=PRECISION)
-                own_TV = rows_of(new_TV, (i_T // C == part)[:, None], SPAN > C)
-                end_KT += tl.dot(dstate_KV, tl.trans(own_TV), input_precision=PRECISION)
-        own_T, beta_grad_T = both_of(tl.sum(tl.where(i_P1 == j_1T, z_PT, 0.0), axis=1), DELTA, SPAN)
-        own_T *= scale
-        own_sum_T += own_T
-        if DELTA:
-            beta_T = load_vector(beta + token_head, tokens, HV, SPAN)
-            beta_T = tl.where(tl.abs(beta_T) < beta_floor, beta_floor, beta_T)
-            # two divisions: the square of a small beta would vanish
-            store_vector(grad_beta + token_head, beta_grad_T / beta_T / beta_T, tokens, HV, SPAN)
-        sign_P = tl.where(tl.arange(0, PAIR * SPAN) < SPAN, scale, -1.0)
-        z_PT *= tl.where(below_PT, sign_P[:, None], 0.0)
-        row_KP *= sign_P[None, :]
-        if DECAY == "head":
-            g_T = cut(load_vector(g + token_head, tokens, HV, SPAN))
-            z_PT *= between_rows(g_T, i_P1, j_1T, below_PT, DELTA, LEAF == 1, SPAN)
-            through_T, past_T = vector_sums(g_T, C, SPAN)
-            through_T = tl.exp(through_T)
-            row_KP *= pair_of(through_T, through_T, DELTA, SPAN)[None, :]
-            end_KT *= tl.exp(past_T)[None, :]
-        if DOTS:
-            gram_PT = tl.dot(qk_PK, tl.trans(k_TK), input_precision=PRECISION)
-            gram_PT *= scale_P[:, None] * k_scale_T[None, :]
-            at_KP = key + (i_P1 * (H * K) + c_1K).T
-            qk_KP = tl.load(
-                tl.where((r_P1 < SPAN).T, q + at_KP, k + at_KP), mask=(here_P1 & (c_1K < K)).T, other=0.0
-            ).to(tl.float32)
-            k_KT = transposed_tile(k + key, tokens, H * K, K, SPAN, KP)
-            ending_T = tl.sum(k_KT * end_KT, axis=0) * k_scale_T
-            columns_T = tl.sum(z_PT * gram_PT, axis=0)
-            rows_P = tl.sum(z_PT * gram_PT, axis=1) + tl.sum(qk_KP * row_KP, axis=0) * scale_P
-            q_row_T, k_row_T = both_of(rows_P, DELTA, SPAN)
-        if L2NORM:
-            cosine_T, _ = both_of(tl.sum(tl.where(i_P1 == j_1T, gram_PT, 0.0), axis=1), DELTA, SPAN)
-            cosine_T *= own_T
-            q_dot_T += q_row_T + cosine_T
-            k_dot_T += k_row_T + columns_T + ending_T + cosine_T
-        if DECAY == "head":
-            # an entry of X or Y gives to the row's what it takes from the column's: the running sum cancels both
-            dg_T = q_row_T + k_row_T - columns_T + carried_T * through_T
-            _, after_T = vector_sums(dg_T, C, SPAN)
-            before_T, _ = vector_sums(ending_T, C, SPAN)
-            # dG of this row and those after, and what the rows before leave to the end of the chunk
-            store_vector(grad_g + token_head, dg_T + after_T + before_T - ending_T, tokens, HV, SPAN)
-        # what the grams give: [q; k]^T [X; Y] as columns, k^T [X; Y]^T as rows
-        end_KT += tl.dot(tl.trans(qk_PK), (z_PT * scale_P[:, None]).to(MMA), input_precision=PRECISION)
-        z_PT *= k_scale_T[None, :]
-        row_KP += tl.dot(tl.trans(k_TK), tl.trans(z_PT.to(MMA)), input_precision=PRECISION)
-        if DELTA:
-            dq_KT, dk_KT = tl.split(tl.permute(tl.reshape(row_KP, (KP, 2, SPAN)), (0, 2, 1)))
-            dq_sum_KT += dq_KT
-            dk_sum_KT += dk_KT + end_KT
-        else:
-            dq_sum_KT += row_KP
-            dk_sum_KT += end_KT
+    token_head = start * HV + hv
+    z_PT = tl.zeros([PAIR * SPAN, SPAN], tl.float32)
+    row_KP = tl.zeros([KP, PAIR * SPAN], tl.float32)
+    end_KT = tl.zeros([KP, SPAN], tl.float32)
+    carried_T = tl.zeros([SPAN], tl.float32)
+    for v_column in range(0, V, BV):
+        at_TV, in_TV = tile_at(tokens, HV * V, v_column, V, SPAN, BV)
+        new_TV = tl.load(values + token_head * V + at_TV, mask=in_TV, other=0.0).to(MMA)
+        c_1V = v_column + tl.arange(0, BV)[None, :]
+        at_PV = token_head * V + i_P1 * (HV * V) + c_1V
+        do_PV = tl.load(tl.where(r_P1 < SPAN, grad_o + at_PV, grad_v + at_PV), mask=here_P1 & (c_1V < V), other=0.0).to(
+            MMA
+        )
+        z_PT += tl.dot(do_PV, tl.trans(new_TV), input_precision=PRECISION)
+        for part in tl.static_range(SPAN // C):
+            at_KV, in_KV = tile_at(K, V, v_column, V, KP, BV)
+            at_KV += ((first_chunk + part).to(tl.int64) * HV + hv) * K * V
+            in_KV = in_KV & (part * C < tokens)
+            state_KV = tl.load(states + at_KV, mask=in_KV, other=0.0)
+            dstate_KV = tl.load(grad_states + at_KV, mask=in_KV, other=0.0)
+            if DECAY == "head":
+                carried = tl.sum(state_KV.to(tl.float32) * dstate_KV.to(tl.float32))
+                # at the chunk's last row, tokens or not: the running sum takes it to every row
+                carried_T += tl.where(i_T == part * C + C - 1, carried, 0.0)
+            own_PV = rows_of(do_PV, i_P1 // C == part, SPAN > C)
+            row_KP += tl.dot(state_KV, tl.trans(own_PV), input_precision=PRECISION)
+            own_TV = rows_of(new_TV, (i_T // C == part)[:, None], SPAN > C)
+            end_KT += tl.dot(dstate_KV, tl.trans(own_TV), input_precision=PRECISION)
+    own_T, beta_grad_T = both_of(tl.sum(tl.where(i_P1 == j_1T, z_PT, 0.0), axis=1), DELTA, SPAN)
+    own_T *= scale
+    if DELTA:
+        beta_T = load_vector(beta + token_head, tokens, HV, SPAN)
+        beta_T = tl.where(tl.abs(beta_T) < beta_floor, beta_floor, beta_T)
+        # two divisions: the square of a small beta would vanish
+        store_vector(grad_beta + token_head, beta_grad_T / beta_T / beta_T, tokens, HV, SPAN)
+    sign_P = tl.where(tl.arange(0, PAIR * SPAN) < SPAN, scale, -1.0)
+    z_PT *= tl.where(below_PT, sign_P[:, None], 0.0)
+    row_KP *= sign_P[None, :]
+    if DECAY == "head":
+        g_T = cut(load_vector(g + token_head, tokens, HV, SPAN))
+        z_PT *= between_rows(g_T, i_P1, j_1T, below_PT, DELTA, LEAF == 1, SPAN)
+        through_T, past_T = vector_sums(g_T, C, SPAN)
+        through_T = tl.exp(through_T)
+        row_KP *= pair_of(through_T, through_T, DELTA, SPAN)[None, :]
+        end_KT *= tl.exp(past_T)[None, :]
+    if DOTS:
+        gram_PT = tl.dot(qk_PK, tl.trans(k_TK), input_precision=PRECISION)
+        gram_PT *= scale_P[:, None] * k_scale_T[None, :]
+        at_KP = key + (i_P1 * (H * K) + c_1K).T
+        qk_KP = tl.load(tl.where((r_P1 < SPAN).T, q + at_KP, k + at_KP), mask=(here_P1 & (c_1K < K)).T, other=0.0).to(
+            tl.float32
+        )
+        k_KT = transposed_tile(k + key, tokens, H * K, K, SPAN, KP)
+        ending_T = tl.sum(k_KT * end_KT, axis=0) * k_scale_T
+        columns_T = tl.sum(z_PT * gram_PT, axis=0)
+        rows_P = tl.sum(z_PT * gram_PT, axis=1) + tl.sum(qk_KP * row_KP, axis=0) * scale_P
+        q_row_T, k_row_T = both_of(rows_P, DELTA, SPAN)
+    if L2NORM:
+        cosine_T, _ = both_of(tl.sum(tl.where(i_P1 == j_1T, gram_PT, 0.0), axis=1), DELTA, SPAN)
+        cosine_T *= own_T
+        q_dot_T = q_row_T + cosine_T
+        k_dot_T = k_row_T + columns_T + ending_T + cosine_T
+    if DECAY == "head":
+        # an entry of X or Y gives to the row's what it takes from the column's: the running sum cancels both
+        dg_T = q_row_T + k_row_T - columns_T + carried_T * through_T
+        _, after_T = vector_sums(dg_T, C, SPAN)
+        before_T, _ = vector_sums(ending_T, C, SPAN)
+        # dG of this row and those after, and what the rows before leave to the end of the chunk
+        store_vector(grad_g + token_head, dg_T + after_T + before_T - ending_T, tokens, HV, SPAN)
+    # what the grams give: [q; k]^T [X; Y] as columns, k^T [X; Y]^T as rows
+    end_KT += tl.dot(tl.trans(qk_PK), (z_PT * scale_P[:, None]).to(MMA), input_precision=PRECISION)
+    z_PT *= k_scale_T[None, :]
+    row_KP += tl.dot(tl.trans(k_TK), tl.trans(z_PT.to(MMA)), input_precision=PRECISION)
+    if DELTA:
+        dq_KT, dk_KT = tl.split(tl.permute(tl.reshape(row_KP, (KP, 2, SPAN)), (0, 2, 1)))
+        dk_KT += end_KT
+    else:
+        dq_KT = row_KP
+        dk_KT = end_KT
     # the diagonal of X apart in fp32: it would drown its neighbours under a strong decay
     q_KT = transposed_tile(q + key, tokens, H * K, K, SPAN, KP)
     k_KT = transposed_tile(k + key, tokens, H * K, K, SPAN, KP)
     if L2NORM:
         # q . dq and k . dk from the sums over rows and columns of the grams: x = y / |y| takes them out of dy
-        own_sum_T *= q_scale_T * k_scale_T
-        dq_sum_KT *= q_scale_T[None, :]
-        dk_sum_KT *= k_scale_T[None, :]
-        dq_sum_KT -= q_KT * (q_dot_T * q_scale_T * q_scale_T)[None, :]
-        dk_sum_KT -= k_KT * (k_dot_T * k_scale_T * k_scale_T)[None, :]
-    dq_sum_KT += k_KT * own_sum_T[None, :]
-    dk_sum_KT += q_KT * own_sum_T[None, :]
-    at_KT, in_KT = transposed_at(tokens, H * K, 0, K, SPAN, KP)
-    tl.store(grad_q + key + at_KT, dq_sum_KT.to(grad_q.dtype.element_ty), mask=in_KT)
-    tl.store(grad_k + key + at_KT, dk_sum_KT.to(grad_k.dtype.element_ty), mask=in_KT)
+        own_T *= q_scale_T * k_scale_T
+        dq_KT *= q_scale_T[None, :]
+        dk_KT *= k_scale_T[None, :]
+        dq_KT -= q_KT * (q_dot_T * q_scale_T * q_scale_T)[None, :]
+        dk_KT -= k_KT * (k_dot_T * k_scale_T * k_scale_T)[None, :]
+    dq_KT += k_KT * own_T[None, :]
+    dk_KT += q_KT * own_T[None, :]
+    at_KT, in_KT = transposed_at(tokens, HV * K, 0, K, SPAN, KP)
+    tl.store(grad_q + token_head * K + at_KT, dq_KT.to(grad_q.dtype.element_ty), mask=in_KT)
+    tl.store(grad_k + token_head * K + at_KT, dk_KT.to(grad_k.dtype.element_ty), mask=in_KT)
 
 
 # ---- host ----------------------------------------------------------------------------------------------------------
@@ -1675,7 +1667,11 @@ def backward(tensors, saved, grads, needs, spec, config):
     grad_beta = None if beta is None else torch.empty_like(beta, memory_format=torch.contiguous_format)
     span = span_rows(tensors, config["gradient_rows"], chunk)
     if spec.decay != "channel":
-        head_gradient_kernel[(chunk_count(tensors, span), key_heads)](
+        shared = heads > key_heads
+        if shared:
+            grad_q = q.new_empty((batch, length, heads, key_dim), dtype=torch.float32)
+            grad_k = torch.empty_like(grad_q)
+        head_gradient_kernel[(chunk_count(tensors, span), heads)](
             q, k, g, beta, made.get("q_norm"), made.get("k_norm"), states, grad_states, values, grad_o, grad_v,
             grad_q, grad_k, grad_g, grad_beta, chunks,
             scale, smallest_beta(q.dtype), length, per_sequence, triton.cdiv(length, span),
@@ -1686,6 +1682,9 @@ def backward(tensors, saved, grads, needs, spec, config):
             num_warps=config["gradient_warps"], num_stages=config["gradient_stages"],
             maxnreg=config["gradient_registers"],
         )  # fmt: skip
+        if shared:
+            grad_q = grad_q.unflatten(2, (key_heads, -1)).sum(3).to(q.dtype)
+            grad_k = grad_k.unflatten(2, (key_heads, -1)).sum(3).to(k.dtype)
     else:
         grad_scores = torch.empty_like(saved["scores"])
         own_grads = q.new_empty((batch, length, heads), dtype=torch.float32)
