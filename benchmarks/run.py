@@ -14,12 +14,14 @@ import sys
 import tempfile
 import time
 from importlib import metadata
+from multiprocessing.pool import Pool
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.registry import BENCHMARKS, Benchmark
+from onboarding.stages.tune.compiling import compile_configs, shapes_of, start_pool
 
 CONTESTANT = "onboard"
 PACKAGES = ("torch", "triton", "transformers", "liger-kernel", "fla-core")
@@ -34,6 +36,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--budget", type=float, default=450.0, help="seconds after which nothing new is started")
     parser.add_argument("--tiny", action="store_true", help="sizes for the interpreter: proves the path, not the speed")
     options = parser.parse_args(arguments)
+    # before anything touches the GPU: the kernels of a benchmark compile side by side
+    pool = None if options.tiny else start_pool()
     cuda = torch.cuda.is_available()
     if not cuda:
         from kernel_templates import interpreter
@@ -60,7 +64,8 @@ def main(arguments: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         for benchmark in chosen:
             left = options.budget - (time.monotonic() - began)
-            rows.append(_row(benchmark, device, Path(folder), options.peers, "tiny" if options.tiny else "full", left))
+            size = "tiny" if options.tiny else "full"
+            rows.append(_row(benchmark, device, Path(folder), pool, options.peers, size, left))
             record["seconds"] = round(time.monotonic() - began, 1)
             # after every row: what was measured is kept when a later peer tunes past the limit
             path.write_text(json.dumps(record, indent=1) + "\n")
@@ -73,7 +78,13 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _row(
-    benchmark: Benchmark, device: torch.device, folder: Path, with_peers: bool, size: str, left: float
+    benchmark: Benchmark,
+    device: torch.device,
+    folder: Path,
+    pool: Pool | None,
+    with_peers: bool,
+    size: str,
+    left: float,
 ) -> dict[str, Any]:
     """One benchmark's record; a failure is recorded, never raised."""
     shown = benchmark.at(size)
@@ -89,7 +100,11 @@ def _row(
     if left <= 0:
         return row | {"status": "not run: the time budget was used up"}
     try:
-        row["numerics"] = _numerics(benchmark.at("tiny" if size == "tiny" else "reduced"), device, folder)
+        reduced = benchmark.at("tiny" if size == "tiny" else "reduced")
+        if pool is not None:
+            for some in (reduced, shown):
+                _compile(some, device, folder, pool)
+        row["numerics"] = _numerics(reduced, device, folder)
         wrong = [n for n, e in row["numerics"].items() if not e["error"] <= e["limit"]]
         if wrong:
             row["status"] = f"wrong: {', '.join(wrong)}"
@@ -97,6 +112,17 @@ def _row(
     except Exception as problem:
         row["status"] = f"failed: {type(problem).__name__}: {problem}"[:400]
     return row
+
+
+def _compile(benchmark: Benchmark, device: torch.device, folder: Path, pool: Pool) -> None:
+    """Fill Triton's cache; what does not compile says so when it is launched."""
+    from benchmarks import candidate, inputs
+
+    tensors = inputs.make(benchmark, device)
+    run = candidate.operator(benchmark.spec, folder)
+    major, minor = torch.cuda.get_device_capability(device)
+    path = Path(str(run.candidate.__file__))
+    compile_configs(pool, path, shapes_of(tensors), [run.config(**tensors)], 10 * major + minor)
 
 
 def _numerics(benchmark: Benchmark, device: torch.device, folder: Path) -> dict[str, dict[str, float]]:
