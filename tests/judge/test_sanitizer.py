@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from onboarding.stages.judge import sanitizer
@@ -32,6 +36,14 @@ RACE = """========= COMPUTE-SANITIZER
             RACE,
             ["Error: Race reported between Write access at kernel+0x200 and Read access at kernel+0x240 [64 hazards]"],
         ),
+        (
+            # as an H200 wrote it
+            RACE.replace(" and Read access", " in candidate.py:51\n=========     and Read access"),
+            [
+                "Error: Race reported between Write access at kernel+0x200 in candidate.py:51 "
+                "and Read access at kernel+0x240 [64 hazards]"
+            ],
+        ),
         ("========= ERROR SUMMARY: 3 errors\n", ["errors that its log does not name"]),
         ("========= COMPUTE-SANITIZER\n", None),
         ("", None),
@@ -46,3 +58,22 @@ def test_an_absent_tool_is_named_and_refuses_nothing(monkeypatch: pytest.MonkeyP
     reasons, absent = sanitizer.examine(None, None)  # type: ignore[arg-type]  # neither is looked at
     assert reasons == []
     assert absent == ["compute-sanitizer: it is not installed here"]
+
+
+@pytest.mark.parametrize(
+    ("tool", "second", "expected"),
+    [
+        ("racecheck", (["race"], []), (["race"], [])),
+        ("racecheck", ([], []), ([], ["race (not in a second run)"])),
+        ("racecheck", ([], ["it did not run"]), (["race"], ["it did not run"])),
+        ("memcheck", None, (["race"], [])),
+    ],
+)
+def test_a_race_is_confirmed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tool: str, second: Any, expected: Any
+) -> None:
+    runs = iter([(["race"], []), second])
+    monkeypatch.setattr(sanitizer, "_once", lambda *_: next(runs))
+    judged: Any = SimpleNamespace(given=tmp_path / "given")
+    trial: Any = None
+    assert sanitizer._one(judged, trial, "path", tool) == expected
