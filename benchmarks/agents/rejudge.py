@@ -21,7 +21,7 @@ import torch
 import triton
 
 from benchmarks.agents import suite
-from benchmarks.agents.run import kernels_of, write
+from benchmarks.agents.results import kernels_of, write
 from onboarding.problem import Problem
 from onboarding.stages.judge.judging import judge
 from onboarding.stages.judge.stage import choose_device

@@ -28,6 +28,7 @@ from agents.llm.cassette import Recorder
 from agents.llm.endpoint import _sdk
 from agents.solo import Solo, Solved
 from benchmarks.agents import suite
+from benchmarks.agents.results import kernels_of, write
 from onboarding.pipeline import JobOptions
 from onboarding.policy import RUNGS
 from onboarding.settings import Settings
@@ -176,24 +177,11 @@ def score(rows: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def kernels_of(out: Path) -> Path:
-    """Where a run's accepted kernels lie, beside its results."""
-    return out.with_name(f"{out.stem}_kernels")
-
-
 def keep(out: Path, name: str, source: str) -> None:
     """Store an accepted kernel, to be judged and timed on a GPU later."""
     if source:
         kernels_of(out).mkdir(parents=True, exist_ok=True)
         (kernels_of(out) / f"{name}.py").write_text(source)
-
-
-def write(path: Path, results: dict[str, Any]) -> None:
-    """Write the results whole."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_suffix(".part")
-    aside.write_text(json.dumps(results, indent=1) + "\n")
-    aside.replace(path)
 
 
 if __name__ == "__main__":

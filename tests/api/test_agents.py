@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from types import SimpleNamespace
 
 from fastapi.testclient import TestClient
 
+from api.dashboard.render import environment
 from api.deps import Services
 from onboarding.artifacts import ArtifactStore
+from onboarding.novel.facts import Named, own_code
+from onboarding.policy import Diagnosis
 from onboarding.store import BudgetLimits, Call, Purse
 from tests.api.story import DIGESTS, HOSTILE, Story
 
@@ -134,3 +138,24 @@ def test_an_edited_candidate_is_worked_on_again(
     assert client.get(f"/v1/jobs/{job.id}").json()["state"] == "running"
     busy = client.put(url, json={"source": "x = 2"})
     assert (busy.status_code, busy.json()["type"].rsplit("/", 1)[-1]) == (409, "job-busy")
+
+
+def test_novel_modules_and_diagnoses_are_on_the_tab() -> None:
+    named = [
+        Named(module="A", outcome="operator", words=f"{HOSTILE} attention", digest=KEY, error=1e-15, checks=9, tries=2),
+        own_code("B", "nothing was proposed for it"),
+    ]
+    diagnosis = Diagnosis(cause="kernels", remedy="drop", digests=[KEY], words="grad q is off", by="rules")
+    facts = SimpleNamespace(
+        agent=SimpleNamespace(waiting=[], entries=[]),
+        gaps=SimpleNamespace(novel=named),
+        align=SimpleNamespace(diagnosis=diagnosis),
+        throughput=None,
+        words_of=lambda digest: f"operator {digest}",
+    )
+    page = environment().get_template("tab_agent.html").render(facts=facts, job=SimpleNamespace(id="j"))
+    assert HOSTILE not in page
+    for text in ("9 checks", "1.0e-15", "2 proposed", "novel, served by its own torch code", f"/jobs/j/kernels/{KEY}"):
+        assert text in page, text
+    for text in ("by rules", "kernels; drop", "grad q is off"):
+        assert text in page, text

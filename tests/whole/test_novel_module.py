@@ -87,8 +87,9 @@ def test_a_model_turns_it_into_a_kernel(with_model: httpx.Client, tmp_path: Path
     assert report["align"]["outcome"] == "ok"
     roles = {cost["role"] for cost in report["costs"]}
     assert roles >= {"architect", "author", "check", "judge"}
-    page = with_model.get(f"/jobs/{job['id']}/agent").text
-    assert "QuadraAttention" in page
+    page = with_model.get(f"/jobs/{job['id']}?tab=agent").text
+    assert "proven on the reduced twin" in page
+    assert "the architect answers" in page
     (root,) = tmp_path.iterdir()
     assert os.environ.get("ONBOARD_LLM_API_KEY", "no key") not in json.dumps(report)
     assert list((root / "kernels").glob("onboard-novel-*"))
