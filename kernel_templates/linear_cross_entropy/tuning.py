@@ -22,6 +22,8 @@ BASE: dict[str, Any] = {
     "finish_rows": 4,
     "finish_d": 512,
 }
+MOST_BLOCKS = 8
+"""Blocks of rows whose dW is summed in the weight's dtype: each rounds the sum, and 16 reach the family's cap."""
 VALUES = 64
 """fp32 logits that a thread of a row's program can hold beside what it computes of them."""
 
@@ -44,7 +46,8 @@ def space(spec: Spec, sizes: dict[str, int]) -> list[dict[str, Any]]:
         # few rows and the whole vocabulary: three products, and a sum of sums
         variants += [{"rows": count, "classes": classes, "kept": ALL, "accumulate": kind}
                      for count in (512, 1024, 2048, 4096) if count < rows
-                     for classes in (8192, 16384) for kind in ("float32", "storage")]  # fmt: skip
+                     for classes in (8192, 16384) for kind in ("float32", "storage")
+                     if kind == "float32" or -(-rows // count) <= MOST_BLOCKS]  # fmt: skip
     variants += [{"values": values} for values in (32, 64)]
     found: list[dict[str, Any]] = []
     for variant in variants:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from benchmarks.registry import VARIANTS
-from kernel_templates.registry import FAMILIES, family_module
+from kernel_templates.registry import FAMILIES, family_module, spec_class
 from onboarding.problem import StageSkipped
 from onboarding.stages.tune.child import Entry, combine, tune
 from onboarding.stages.tune.stage import run
@@ -140,3 +140,17 @@ if __name__ == "__main__":
     assert first[1] == 0
     assert empty[1] > 0  # a configuration without its settings is an error of its own, and stops nobody
     assert {p.stem for p in (tmp_path / "cache").rglob("*.cubin")} == {"_forward_kernel", "_backward_kernel"}
+
+
+def test_sums_of_many_blocks_in_the_weights_dtype_are_neither_shipped_nor_tried() -> None:
+    """Each block rounds the sum of dW, and sixteen of them reach the family's cap."""
+    spec = spec_class("linear_cross_entropy")(hidden=2304, vocabulary=163840)
+    tuning: Any = family_module("linear_cross_entropy", "tuning")
+    for rows in (8192, 16384, 32768):
+        tried = tuning.space(spec, {"rows": rows, "hidden": 2304, "vocabulary": 163840})
+        rounded = [c for c in tried if c["accumulate"] == "storage"]
+        assert all(-(-rows // c["rows"]) <= 8 for c in rounded)
+    table = json.loads((Path(tuning.__file__).parent / "configs" / "nvidia_h200.json").read_text())
+    for row in table["rows"]:
+        if row["config"]["accumulate"] == "storage":
+            assert -(-row["bucket"]["rows"] // row["config"]["rows"]) <= 8
