@@ -32,6 +32,8 @@ SLOW = WAITS - {"hangs_deaf"} | {
     "state_in_the_configuration", "reseeds_the_generator", "writes_files_through_numpy", "imports_everything",
     "side_stream_by_another_name", "type_made_at_run_time", "no_epsilon", "torch_for_some_sizes", "notices_the_judge",
     "reads_what_nobody_wrote", "corrupts_the_context",
+    "atomics_by_word_only", "finds_builtins_in_a_frame", "other_bits_by_needs", "only_one_number_of_elements",
+    "wrong_from_so_many_elements", "state_under_another_name",
 }  # fmt: skip
 FAST_HONEST = {
     "atomic_weight_gradient", "columns_in_blocks", "two_kernels", "own_allocations", "scratch_in_place", "autotuned",

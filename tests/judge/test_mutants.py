@@ -35,6 +35,7 @@ PLAN = (
 EQUIVALENT: dict[str, str] = {
     r"in `if rows > 0 and hidden > 0:`$": "a launch of no programs does nothing, and no tensor has rows of no columns",
     r"numel\(\) >= 0 in `if (dy|y).numel\(\) > 0:`$": "a launch of no programs does nothing",
+    r"^moe: end - start -> end \+ start in `if end - start <= TAIL_M": "the path for long tiles serves short ones, too",
     r"^moe: end - start <= TAIL_M -> end - start < TAIL_M": "both paths give the same, one is quicker for short tiles",
     r"^moe: owner < E -> owner <= E": "past the last tile every bin has ended: owner is BINS, a power of two above E",
     r"^gated_activation: up_RC \+ 0\.0 -> ": "zero is added",
@@ -50,6 +51,7 @@ EQUIVALENT: dict[str, str] = {
 }
 # pattern of the words -> why no interpreted run can tell: counted apart, not as refused
 NOT_REACHED: dict[str, str] = {
+    r"^norm: -hidden \* block -> -hidden in `_totals_kernel": "its table has two programs, whose sums fit one",
     r"^norm: 8 -> 9 in `num_warps=8": "an interpreted launch has no warps; a compiler refuses nine",
     r"^moe: (_rows_tile|out \+ row).*(_rows_tile|value_RD)": "the path for long tiles, which its table lacks",
 }
