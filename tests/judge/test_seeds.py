@@ -33,7 +33,7 @@ KERNELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gated delta": ("linear_attention", KDA | {"decay": "head"}),
 }
 SEEDS = {"experts": 10, "clamped experts": 10, "delta attention": 8, "gated delta": 8}
-"""How many seeds in the slow tests; 40 for the cheap ones: 236 verdicts together."""
+"""How many seeds in the slow tests; 40 for the cheap ones: 276 verdicts together."""
 
 
 def refusals(name: str, seeds: range, cases: int = 6) -> list[str]:
