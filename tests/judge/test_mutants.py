@@ -45,6 +45,7 @@ EQUIVALENT: dict[str, str] = {
     r"^norm: 0 -> 1 in `BLOCK_E=0 if hidden == first": "a second tile of one column, masked",
     r"^norm: 1 -> 2 in `BLOCK_E=0 if hidden == first": "a wider second tile, its further columns masked",
     r"^moe: end - start \+ BLOCK_M - 1 -> end - start \+ BLOCK_M in `tiles": "an empty tile more where rows fill all",
+    r"^norm: 1 -> 2 in `block = 1 << min": "a wider block of programs, the further ones masked",
     r"in `tiles = -\(-rows // ": "more programs than tiles: the rest have nothing to do",
     r"in `BLOCK_D=1 << \(hidden - 1\)": "a wider tile, its further columns masked",
     r'in `return \{"(hidden|width)": tensors': "another row of the table of configurations, which change no result",
@@ -52,6 +53,8 @@ EQUIVALENT: dict[str, str] = {
 # pattern of the words -> why no interpreted run can tell: counted apart, not as refused
 NOT_REACHED: dict[str, str] = {
     r"^norm: -hidden \* block -> -hidden in `_totals_kernel": "its table has two programs, whose sums fit one",
+    r"^norm: tl.float32 -> tl.bfloat16 in `dweight_E = tl.zeros": "a compiler refuses a type that changes in a loop",
+    r"^moe: .* in `more_q = ": "tiles whose sides are no powers of two, which its table lacks",
     r"^norm: 8 -> 9 in `num_warps=8": "an interpreted launch has no warps; a compiler refuses nine",
     r"^moe: (_rows_tile|out \+ row).*(_rows_tile|value_RD)": "the path for long tiles, which its table lacks",
 }
