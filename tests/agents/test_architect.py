@@ -198,22 +198,20 @@ def killed_after(home: Path, url: str, node: str) -> None:
     run(home, llm(home, url)[0])
 
 
-def test_kill_9_at_any_node_resumes_there_and_pays_nothing_twice(tmp_path: Path) -> None:
+@pytest.mark.parametrize("node", ["survey", "propose", "prove", "finish"])
+def test_kill_9_at_any_node_resumes_there_and_pays_nothing_twice(node: str, tmp_path: Path) -> None:
     def script(body: dict[str, Any], number: int) -> Said:
         return message(json.dumps(novel.answer(name=f"claim {number}")))
 
-    spawn = multiprocessing.get_context("spawn")
-    for node in ("survey", "propose", "prove", "finish"):
-        home = tmp_path / node
-        home.mkdir()
-        with LlmServer(script) as server:
-            process = spawn.Process(target=killed_after, args=(home, server.url, node))
-            process.start()
-            process.join(120)
-            assert process.exitcode == -signal.SIGKILL, node
-            fakes([REFUTED, PROVEN], home / "calls")
-            if node == "prove":  # the proof of the first claim ran before the kill, and runs again
-                (home / "calls").unlink()
-            result = run(home, llm(home, server.url)[0])
-            assert result.novel[0].outcome == "operator"
-            assert len(server.requests) == 2, f"killed after {node}: {len(server.requests)} calls for two answers"
+    with LlmServer(script) as server:
+        spawn = multiprocessing.get_context("spawn")
+        process = spawn.Process(target=killed_after, args=(tmp_path, server.url, node))
+        process.start()
+        process.join(200)
+        assert process.exitcode == -signal.SIGKILL
+        fakes([REFUTED, PROVEN], tmp_path / "calls")
+        if node == "prove":  # the proof of the first claim ran before the kill, and runs again
+            (tmp_path / "calls").unlink()
+        result = run(tmp_path, llm(tmp_path, server.url)[0])
+    assert result.novel[0].outcome == "operator"
+    assert len(server.requests) == 2, f"{len(server.requests)} calls for two answers"
