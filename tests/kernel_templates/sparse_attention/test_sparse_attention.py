@@ -136,6 +136,26 @@ def test_every_list_in_many_small_tiles(flags: str, lists: str) -> None:
     _check(spec, tensors, do, _bound(spec, SMALL_TILES))
 
 
+@pytest.mark.parametrize("flags", ["latent, sink, target", "key heads, sink, target"])
+def test_forward_in_two(flags: str) -> None:
+    """Weights, then values: several tiles with their own largest score, a chunk for every query, rows without keys."""
+    spec = _spec(**FLAGS[flags])
+    for lists in ("gaps", "empty_rows"):
+        case = _case(7, 40, spec.kv_heads, 18 // spec.kv_heads, 33, 20, 19, 37, lists)
+        tensors, do = _make(spec, case, seed=11)
+        found = _check(spec, tensors, do, _bound(spec, SMALL_TILES | {"forward_split": 1, "weight_slots": 16}))
+        one = _bound(spec, SMALL_TILES)(_leaves(tensors))["o"]
+        torch.testing.assert_close(found["o"], one.detach(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("split", [0, 1])
+def test_heads_as_rows_of_the_products(split: int) -> None:
+    """Sixty-four heads a block; forty of them are there."""
+    spec = _spec(**FLAGS["latent, sink, target"])
+    tensors, do = _make(spec, _case(5, 30, 1, 40, 24, 24, 8, 37, "gaps"), seed=12)
+    _check(spec, tensors, do, _bound(spec, CONFIG | {"block_h": 64, "forward_split": split}))
+
+
 def test_fp16() -> None:
     spec = _spec(dtype="float16", sink=True, **LATENT)
     tensors, do = _make(spec, _case(slots=33))
