@@ -38,11 +38,12 @@ def fakes(proofs: list[Proof], calls: Path) -> None:
             file.write("p")
         return proofs[min(len(calls.read_text()), len(proofs)) - 1]
 
-    architect.analyse = lambda context: novel.GAPS
-    architect.definition_of = lambda context: None  # type: ignore[assignment,return-value]
-    architect.derive_twin = lambda *args, **kwargs: novel.PLAN
-    architect.survey = lambda *args, **kwargs: [novel.module()]
-    architect.prove = proved
+    parts: Any = architect
+    parts.analyse = lambda context: novel.GAPS
+    parts.definition_of = lambda context: None
+    parts.derive_twin = lambda *args, **kwargs: novel.PLAN
+    parts.survey = lambda *args, **kwargs: [novel.module()]
+    parts.prove = proved
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +77,8 @@ def run(home: Path, policy: Any) -> GapsResult:
 
 def test_rules_end_honest(tmp_path: Path) -> None:
     fakes([PROVEN], tmp_path / "calls")
-    architect.survey = lambda *a, **k: pytest.fail("nothing is looked at for a policy that proposes nothing")
+    parts: Any = architect
+    parts.survey = lambda *a, **k: pytest.fail("nothing is looked at for a policy that proposes nothing")
     result = run(tmp_path, RulePolicy())
     (named,) = result.novel
     assert named.outcome == "own code"

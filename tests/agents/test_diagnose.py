@@ -33,8 +33,8 @@ GUILTY = "a" * 16
 def aligned(outcome: str = "misaligned", culprits: tuple[str, ...] = (GUILTY,), **more: Any) -> AlignResult:
     row = {"layer": 1, "block": "X", "p50": 0.1, "p99": 0.2, "maximum": 0.3, "tolerance": 0.01}
     layers = [
-        LayerError(name="model.layers.1", kind="output", rms=0.02, share=2.0, **row),  # type: ignore[arg-type]
-        LayerError(name="model.layers.1.attn.q_proj.weight", kind="gradient", rms=0.5, share=50.0, **row),  # type: ignore[arg-type]
+        LayerError(name="model.layers.1", kind="output", rms=0.02, share=2.0, **row),
+        LayerError(name="model.layers.1.attn.q_proj.weight", kind="gradient", rms=0.5, share=50.0, **row),
     ]
     curves = Curves(steps=[1], reference=[5.0], candidate=[5.0], band=[0.1], band_basis="b")
     return AlignResult(
@@ -146,7 +146,7 @@ def test_the_search_takes_a_deviation_for_a_refusal() -> None:
 
 def trained(speedup: float | None, outside: float = 0.1) -> ThroughputResult:
     once = {"tokens_per_second": 1.0, "step_ms": 10.0, "fastest_ms": 9.0, "slowest_ms": 11.0, "steps": 3, "tflops": 1.0}
-    runs = [Training(name="with the bundle", peak_bytes=1, first_loss=5.0, last_loss=4.0, **once)]  # type: ignore[arg-type]
+    runs = [Training(name="with the bundle", peak_bytes=1, first_loss=5.0, last_loss=4.0, **once)]
     breakdown = [
         LayerTime(kind="X: attention", block=0, forward_ms=3.0, backward_ms=6.0, share=1 - outside),
         LayerTime(kind="head and loss", forward_ms=0.5, backward_ms=0.5, share=outside),
@@ -261,7 +261,7 @@ def test_rules_analyse_nothing() -> None:
 
 def test_what_the_analyst_says_of_a_tuned_kernel_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     row = {"bucket": "{}", "config": {"BM": 64}, "forward_ms": 1.0, "backward_ms": 3.0, "tried": 2}
-    result = TuneResult(summary="s", device="nvidia_h200", rows=[row], seconds=1.0)  # type: ignore[list-item]
+    result = TuneResult(summary="s", device="nvidia_h200", rows=[row], seconds=1.0)
     monkeypatch.setitem(sys.modules, "onboarding.stages.tune.stage", SimpleNamespace(run=lambda context: result))
     said = {"bottleneck": "bytes", "change": "keep the tile in registers", "expected_ms": 1.0}
     sender = Scripted(lambda schema, prompt, n: said)

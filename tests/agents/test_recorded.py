@@ -19,7 +19,7 @@ from onboarding.stages.judge.structure import findings
 TAPE = Path(__file__).parent / "cassettes" / "suite-2026-12-01.jsonl"
 HEAD, *LINES = TAPE.read_text().splitlines()
 EXCHANGES: list[dict[str, Any]] = [json.loads(line) for line in LINES]
-SCHEMAS = {"written": author.Written, "repair": repairer.Repair}
+SCHEMAS: dict[str, Any] = {"written": author.Written, "repair": repairer.Repair}
 
 
 def schema_of(exchange: dict[str, Any]) -> str:

@@ -17,6 +17,7 @@ from kernel_templates.linear_cross_entropy.spec import Spec as Loss
 from kernel_templates.moe.spec import Spec as Experts
 from kernel_templates.norm.spec import Spec as Norm
 from kernel_templates.registry import family_module
+from kernel_templates.spec import OperatorSpec
 from onboarding.stages.package.layout import KernelEntry, write_helpers, write_kernels
 from onboarding.stages.package.shapes import training_shapes
 
@@ -52,7 +53,7 @@ def _outside(tmp_path: Path, *command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def _bundle(folder: Path, specs: list) -> Path:
+def _bundle(folder: Path, specs: list[OperatorSpec]) -> Path:
     folder.mkdir()
     entries = [
         KernelEntry(digest=s.digest(), spec=s.to_dict(), words=s.words(), source=source(s), bindings=[], verified=[])
@@ -106,7 +107,7 @@ def test_an_unsigned_bundle_is_refused(tmp_path: Path) -> None:
     ],
     ids=lambda spec: spec.family,
 )
-def test_shapes_are_those_of_real_inputs(spec, tokens: int) -> None:
+def test_shapes_are_those_of_real_inputs(spec: OperatorSpec, tokens: int) -> None:
     cases = family_module(spec.family, "cases")
     case = cases.training_case(spec, tokens)
     real = cases.make_tensors(spec, case, torch.Generator().manual_seed(0), torch.bfloat16, "cpu")

@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from benchmarks.registry import VARIANTS
-from kernel_templates.registry import FAMILIES, family_module, spec_class
+from kernel_templates.linear_cross_entropy.spec import Spec as Loss
+from kernel_templates.registry import FAMILIES, family_module
 from onboarding.problem import StageSkipped
 from onboarding.stages.tune.child import Entry, combine, tune
 from onboarding.stages.tune.stage import run
@@ -144,7 +145,7 @@ if __name__ == "__main__":
 
 def test_sums_of_many_blocks_in_the_weights_dtype_are_neither_shipped_nor_tried() -> None:
     """Each block rounds the sum of dW, and sixteen of them reach the family's cap."""
-    spec = spec_class("linear_cross_entropy")(hidden=2304, vocabulary=163840)
+    spec = Loss(hidden=2304, vocabulary=163840)
     tuning: Any = family_module("linear_cross_entropy", "tuning")
     for rows in (8192, 16384, 32768):
         tried = tuning.space(spec, {"rows": rows, "hidden": 2304, "vocabulary": 163840})

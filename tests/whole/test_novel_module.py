@@ -13,10 +13,10 @@ from typing import Any
 
 import httpx
 import pytest
-from conftest import serving
-from test_custom_code import definition, posted
 
 from onboarding.stages.package.bundle_files import verify
+from tests.whole.conftest import serving
+from tests.whole.test_custom_code import definition, posted
 
 sys.path.append(str(Path(__file__).parents[1] / "agents"))
 from llm_server import LlmServer, Said, message
