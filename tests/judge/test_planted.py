@@ -51,7 +51,10 @@ WRONG = (
         name="missing gradient",
         family="norm",
         flags=NORM,
-        edits=(('gradients["weight"] = dweight.sum(0).to(tensors["weight"].dtype)', "pass"),),
+        edits=(
+            ('    if weight_gradient:\n        gradients["weight"] = torch.empty_like(tensors["weight"])\n', ""),
+            ("if (weight_gradient or False) and hidden > 0:", "if False:"),
+        ),
         reason=("grad weight: zero everywhere",),
     ),
     Wrong(

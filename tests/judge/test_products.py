@@ -45,7 +45,7 @@ def test_more_than_the_products_is_refused(line: str, operator: str, tmp_path: P
     spec = make_spec("linear_cross_entropy", LOSS)
     extra = f"\n\n_own_forward = forward\n\n\ndef forward(tensors, config, needs=None):\n    {line}\n"
     extra += "    return _own_forward(tensors, config, needs)\n"
-    found = verdict(candidate(spec) + extra.encode(), spec, tmp_path, cases=2)
+    found = verdict(candidate(spec) + extra.encode(), spec, tmp_path)
     assert found.outcome == "refused"
     said = " | ".join(found.reasons)
     assert "its host code leaves work to torch" in said, said
@@ -68,7 +68,7 @@ def forward(tensors, config, needs=None):
     count = counts.sum() if tensors["denominator"] is None else tensors["denominator"]
     return {"loss": torch.where(count == 0, 0.0, row.sum() / count)}, saved
 """
-    found = verdict(candidate(spec) + extra.encode(), spec, tmp_path, cases=2)
+    found = verdict(candidate(spec) + extra.encode(), spec, tmp_path)
     assert found.outcome == "refused"
     said = " | ".join(found.reasons)
     assert "loss is right although its kernels did nothing" in said, said
@@ -87,6 +87,6 @@ def forward(tensors, config):
     return _own_forward(tensors, config)
 """
     spec = make_spec("norm", NORM)
-    found = verdict(candidate(spec) + extra.encode(), spec, tmp_path, cases=2)
+    found = verdict(candidate(spec) + extra.encode(), spec, tmp_path)
     assert found.outcome == "refused"
     assert any("leaves work to torch" in r and "aten::mm" in r for r in found.reasons), found.reasons

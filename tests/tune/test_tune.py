@@ -140,7 +140,11 @@ if __name__ == "__main__":
     assert first == second
     assert first[1] == 0
     assert empty[1] > 0  # a configuration without its settings is an error of its own, and stops nobody
-    assert {p.stem for p in (tmp_path / "cache").rglob("*.cubin")} == {"_forward_kernel", "_backward_kernel"}
+    assert {p.stem for p in (tmp_path / "cache").rglob("*.cubin")} == {
+        "_forward_kernel",
+        "_backward_kernel",
+        "_totals_kernel",
+    }
 
 
 def test_sums_of_many_blocks_in_the_weights_dtype_are_neither_shipped_nor_tried() -> None:
