@@ -42,6 +42,10 @@ _TALL = 1_000
 """Largest size of what a spec does not fix (rows, tokens, length), by family: one or two seconds of interpretation."""
 _LITERAL = {"norm": 1 << 15, "gated_activation": 1 << 15}
 """Largest size that a number in the source can lead to, where it is larger: one program takes 128 rows."""
+_MANY = 24
+"""Rows of a case of published sizes; a smaller number of the source is passed by it anyway."""
+_AT_PUBLISHED = 32
+"""Times the elements of other cases that one of many rows at published sizes may have."""
 _COMPILED = 1 << 17
 _ELEMENTS = {"interpreted": 1 << 18, "compiled": 1 << 27}
 """Most elements that the largest input of one case may have; a size that the source names may take four times that."""
@@ -153,6 +157,7 @@ def cases(
             found += maker.resized({name: number}, f"number {number} of its source", 4)
             if number >= tallest:  # "from here on" is met by no other case
                 found += maker.resized({name: number + 1}, f"number {number} of its source", 4)
+        found += maker.many_at_published_sizes(number)
     return found
 
 
@@ -214,6 +219,14 @@ class _Maker:
             return []
         most = _TALLEST.get(self.spec.family, _TALL)
         return self.resized({self.main: rng.randint(5 * most // 6, most)}, "tall")
+
+    def many_at_published_sizes(self, number: int) -> list[Case]:
+        """More rows than a number of the source at the spec's own sizes: a condition may ask for both."""
+        if self.level == "compiled" or not self.main or number < _MANY:
+            return []
+        own = {n: s for n, s in self.spec.dims().items() if n in self.plain[0].dims and not n.endswith("heads")}
+        why = f"number {number} of its source, at published sizes"
+        return self.resized(own | {self.main: number + 1}, why, _AT_PUBLISHED)
 
     def products(self, number: int) -> list[Case]:
         """So many elements as a number of the source says, or a few more: of the published sizes and many rows."""

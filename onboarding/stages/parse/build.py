@@ -105,7 +105,7 @@ def model_class(config: Any) -> tuple[type[nn.Module], list[str]]:
     named = (getattr(config, "architectures", None) or [None])[0]
     notes = []
     if named is not None and named not in names:
-        notes.append(f"the configuration names class {named}, which is no causal language model of transformers")
+        notes.append(f"the configuration names class {named}, no language model of model_type {config.model_type}")
     elif named is not None:
         names.insert(0, named)
     # as it is now: in a forked warm process the package object that this file imported may have been replaced

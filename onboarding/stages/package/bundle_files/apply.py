@@ -72,6 +72,16 @@ class Applied:
         self.indexers = None if stage is None else kind(stage, coefficient)
         return self.indexers
 
+    words: dict[str, str] = field(default_factory=dict)
+    """Digest -> the operator in words."""
+
+    def __str__(self) -> str:
+        """A line a kernel with its modules, and a line a module that kept its own code."""
+        lines = [
+            f"{self.words.get(d, d)}: {', '.join(n or 'the model' for n in names)}" for d, names in self.swapped.items()
+        ]
+        return "\n".join([*lines, *(f"own code in {name or 'the model'}: {why}" for name, why in self.skipped.items())])
+
     def ran(self) -> dict[str, int]:
         """Digest -> module instances that have run on its kernel so far."""
         return {digest: len(self.calls.get(digest, {})) for digest in self.swapped}
@@ -216,6 +226,7 @@ def _swap(
                 swap = hooks.Swap(entry, binding, names, name, op, applied)
                 applied._undo.append(own.install(hooks, module, swap))
             applied.swapped.setdefault(entry["digest"], []).append(name)
+            applied.words[entry["digest"]] = entry.get("words", entry["digest"])
             return
         reasons.append(f"{entry['digest']}: {reason}")
     applied.skipped[name] = "; ".join([*filter(None, [applied.skipped.get(name)]), *reasons])

@@ -54,10 +54,13 @@ def verdict_paragraph(facts: Facts) -> str:
     level = " and ".join(sorted(levels)) or "none"
     worst = max((k.verdict.worst_share for k in facts.shipped if k.verdict is not None), default=0.0)
     curve = "inside its band" if align.inside_band else "outside its band"
+    digests = {kernel.digest for kernel in facts.shipped}
+    served = sum(row.share_time for row in facts.gaps.rows if row.gap and row.digest in digests)
     return (
-        f"{a.name} ({si(a.census.total)} parameters, {si(a.census.active)} active) has {len(facts.gaps.gaps)} "
-        f"operators without a fast provider, {percent(_gap_share(facts))} of the projected step. {shipped} of them "
-        f"ship with a kernel that the judge accepted (level: {level}; worst error {worst:.2f} of its tolerance). On "
+        f"{a.name} ({si(a.census.total)} parameters, {si(a.census.active)} active) has "
+        f"{sum(row.gap for row in facts.gaps.rows)} operators without a fast provider, {percent(_gap_share(facts))} of "
+        f"the projected step. {shipped} of them, {percent(served)} of the step, ship with a kernel that the judge "
+        f"accepted (level: {level}; worst error {worst:.2f} of its tolerance). On "
         f"the reduced twin every layer stays within {align.worst_share:.2f} of its tolerance, and the loss curve over "
         f"{len(align.curves.steps)} steps is {curve} (p = {align.p_value:.2f})."
     )
