@@ -129,7 +129,8 @@ def expect(call: Call) -> Call:
     noise = _squared_errors(call, exact)
     most = max(call.repeats, call.upstream_repeats)
     few = FEW if most == 1 else FEW_ROUNDINGS * most
-    if dtype is not torch.float32 and any(effective_count(n) < few for n in noise.values()):
+    counted = shared_count if call.spec.family in OF_PRODUCTS else effective_count
+    if dtype is not torch.float32 and any(counted(n) < few for n in noise.values()):
         draws = [noise] + [_squared_errors(other, None) for other in _neighbours(call, _NEIGHBOURS, 2.0**-6)]
         noise = {name: torch.stack([draw[name] for draw in draws]).mean(0) for name in noise}
     for name, value in exact.items():
@@ -137,7 +138,7 @@ def expect(call: Call) -> Call:
         assert source is not None
         gradient_of = name.removeprefix("grad ") if name.startswith("grad ") else None
         repeats = call.repeats if gradient_of is None else most
-        error, factor = _relative(noise[name], value), luck(max(effective_count(noise[name]) / repeats, 1.0))
+        error, factor = _relative(noise[name], value), luck(max(counted(noise[name]) / repeats, 1.0))
         fair = error <= max(tolerance.cap(call.spec.family, dtype, gradient_of), tolerance.FLOORS[dtype])
         call.well_posed &= fair and bool(value.isfinite().all())
         call.expected[name] = Expected(
@@ -203,6 +204,8 @@ def cancelled(call: Call) -> list[str]:
 # in their last bits, and the factor is the quantile of the chi-squared distribution with that many degrees. A value
 # that is repeated is rounded once for all: its elements count as one.
 
+OF_PRODUCTS = frozenset(("moe", "linear_attention", "linear_cross_entropy", "sparse_attention"))
+"""Families whose kernels round the operands of products: one rounding reaches a whole line of the result."""
 FEW = 300
 FEW_ROUNDINGS = 50
 """From so many on the factor is 1.5 anyway."""
@@ -215,6 +218,16 @@ def effective_count(squared: Tensor) -> float:
     """How many elements share in an error: (sum s)^2 / sum s^2 of its squares; infinite for no error."""
     total = float(squared.sum())
     return total**2 / float(squared.square().sum()) if total > 0 and math.isfinite(total) else math.inf
+
+
+def shared_count(squared: Tensor) -> float:
+    """How many roundings share in the error of a result that comes out of matrix products.
+
+    An operand that is rounded before a product (an activation, a probability) moves a whole row or column of the
+    result at once: the elements of one such line count together, along the dim where fewest lines make up the error.
+    """
+    lines = [effective_count(squared.sum(d)) for d in range(squared.ndim) if squared.ndim > 1 and squared.shape[d] > 1]
+    return min([effective_count(squared), *lines])
 
 
 def luck(count: float) -> float:
