@@ -98,3 +98,14 @@ def test_a_constant_gradient_widens_no_limit_of_an_output() -> None:
     # at least 300 elements share the error of each: 1.5 is ample
     assert ones.expected["y"].limit == pytest.approx(call.expected["y"].limit, rel=0.05)
     assert ones.expected["grad x"].limit > call.expected["grad x"].limit
+
+
+def test_a_rounded_operand_of_a_product_counts_once_for_its_line() -> None:
+    """h w with h rounded: the error of row i is (error of h_i) w, whatever the width; of k rows there are k errors."""
+    error = torch.tensor([1.0, -1.0, 1.0, 1.0], dtype=torch.float64)[:, None] * torch.ones(1, 2304, dtype=torch.float64)
+    assert oracle.effective_count(error.square()) == pytest.approx(4 * 2304)
+    assert oracle.shared_count(error.square()) == pytest.approx(4)
+    assert oracle.shared_count(error.T.square()) == pytest.approx(4)
+    one = torch.zeros(64, 2304, dtype=torch.float64)
+    one[7] = 1.0
+    assert oracle.shared_count(one) == pytest.approx(1)

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 
 from onboarding.stages.judge import sanitizer
@@ -58,22 +54,3 @@ def test_an_absent_tool_is_named_and_refuses_nothing(monkeypatch: pytest.MonkeyP
     reasons, absent = sanitizer.examine(None, None)  # type: ignore[arg-type]  # neither is looked at
     assert reasons == []
     assert absent == ["compute-sanitizer: it is not installed here"]
-
-
-@pytest.mark.parametrize(
-    ("tool", "second", "expected"),
-    [
-        ("racecheck", (["race"], []), (["race"], [])),
-        ("racecheck", ([], []), ([], ["race (not in a second run)"])),
-        ("racecheck", ([], ["it did not run"]), (["race"], ["it did not run"])),
-        ("memcheck", None, (["race"], [])),
-    ],
-)
-def test_a_race_is_confirmed(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tool: str, second: Any, expected: Any
-) -> None:
-    runs = iter([(["race"], []), second])
-    monkeypatch.setattr(sanitizer, "_once", lambda *_: next(runs))
-    judged: Any = SimpleNamespace(given=tmp_path / "given")
-    trial: Any = None
-    assert sanitizer._one(judged, trial, "path", tool) == expected

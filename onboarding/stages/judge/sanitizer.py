@@ -67,19 +67,8 @@ def examine(judged: Examinee, trial: Trial) -> tuple[list[str], list[str]]:
 
 
 def _one(judged: Examinee, trial: Trial, path: str, tool: str) -> tuple[list[str], list[str]]:
-    """What one tool reports: reasons, and what could not be run or was not confirmed."""
-    reasons, absent = _once(judged, trial, path, tool, judged.given.parent / f"sanitizer-{tool}")
-    if tool != "racecheck" or not reasons:
-        return reasons, absent
-    # Seen on an H200: a hazard in a kernel that was clean in the run beside it, where lanes store equal values in one
-    # instruction. A race that is there is reported again.
-    again, failed = _once(judged, trial, path, tool, judged.given.parent / f"sanitizer-{tool}-again")
-    if again or failed:
-        return again or reasons, failed
-    return [], [f"{reason} (not in a second run)" for reason in reasons]
-
-
-def _once(judged: Examinee, trial: Trial, path: str, tool: str, folder: Path) -> tuple[list[str], list[str]]:
+    """What one tool reports: reasons, and what could not be run."""
+    folder = judged.given.parent / f"sanitizer-{tool}"
     log = folder / "work" / "sanitizer.log"
     try:
         _run(judged, folder, trial, command(path, tool, str(log)))
