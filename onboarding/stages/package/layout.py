@@ -2,7 +2,7 @@
 
 ``kernels/<name>/build/torch-universal/`` holds a package of its own: ``__init__.py`` offers ``op``, the candidate
 stands in ``_kernel.py`` beside copies of the binding, the configuration choice and the interpreter patches.
-Free of torch.
+Torch is imported where shapes are worked out, not before.
 """
 
 from __future__ import annotations
